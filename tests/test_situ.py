@@ -27,8 +27,8 @@ def read(name):
 
 
 def random_mlp(rng, d=6, inter=9):
-    return {"gate_proj": rng.standard_normal((inter, d)), "up_proj": rng.standard_normal((inter, d)),
-            "down_proj": rng.standard_normal((d, inter))}
+    shapes = {"gate_proj": (inter, d), "up_proj": (inter, d), "down_proj": (d, inter)}
+    return {name: rng.standard_normal(shape) for name, shape in shapes.items()}
 
 
 def config(act="situ", beta=4.0, linear_beta=25.0):
