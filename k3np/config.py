@@ -29,9 +29,10 @@ class LinearAttnConfig:
                                  f"got {layers!r}")
             object.__setattr__(self, key, tuple(layers))
         _positive(self, "linear_attn_config.", "num_heads", "head_dim", "short_conv_kernel_size")
-        if self.gate_lower_bound is not None and not self.gate_lower_bound < 0:
+        if self.gate_lower_bound is not None and not (
+                _is_number(self.gate_lower_bound) and self.gate_lower_bound < 0):
             raise ValueError("linear_attn_config.gate_lower_bound must be negative (a log-decay); "
-                             f"got {self.gate_lower_bound}")
+                             f"got {self.gate_lower_bound!r}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +65,11 @@ class VisionConfig:
 
     def __post_init__(self):
         _require(self, "vision_config.")
+        if not isinstance(self.merge_kernel_size, (list, tuple)) or len(
+                self.merge_kernel_size) != 2 or any(
+                type(n) is not int or n < 1 for n in self.merge_kernel_size):
+            raise ValueError("vision_config.merge_kernel_size must be two positive whole numbers; "
+                             f"got {self.merge_kernel_size!r}")
         object.__setattr__(self, "merge_kernel_size", tuple(self.merge_kernel_size))
         _positive(self, "vision_config.", "patch_size", "init_pos_emb_height",
                   "init_pos_emb_width", "init_pos_emb_time", "vt_num_attention_heads",
@@ -138,13 +144,19 @@ class K3Config:
         _positive(self, "", "vocab_size", "hidden_size", "num_hidden_layers",
                   "num_attention_heads", "intermediate_size", "kv_lora_rank",
                   "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "moe_intermediate_size",
-                  "num_experts", "num_experts_per_token", "moe_layer_freq",
-                  "max_position_embeddings")
+                  "num_experts", "num_experts_per_token", "moe_layer_freq", "num_expert_group",
+                  "topk_group", "max_position_embeddings")
         for key in ("q_lora_rank", "routed_expert_hidden_size", "attn_res_block_size"):
             if getattr(self, key) is not None:
                 _positive(self, "", key)
         _not_negative(self, "num_shared_experts", "first_k_dense_replace",
                       "num_nextn_predict_layers")
+        for key in ("rms_norm_eps", "routed_scaling_factor", "activation_situ_beta",
+                    "activation_situ_linear_beta", "initializer_range"):
+            value = getattr(self, key)
+            if not (key == "activation_situ_linear_beta" and value is None) and not (
+                    _is_number(value) and 0 < value < float("inf")):
+                raise ValueError(f"{key} must be a positive number; got {value!r}")
         self._check_contradictions()
 
     def _check_contradictions(self):
@@ -309,6 +321,14 @@ def _require(config, prefix=""):
     missing = [f.name for f in dataclasses.fields(config) if getattr(config, f.name) is ABSENT]
     if missing:
         raise ValueError("missing " + ", ".join(prefix + key for key in missing))
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.type is bool and type(value) is not bool:
+            raise ValueError(f"{prefix}{field.name} must be true or false; got {value!r}")
+
+
+def _is_number(value):
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _positive(config, prefix, *keys):

@@ -51,15 +51,15 @@ def check_shapes(**arrays):
         if axes[0] == "...":
             axes = axes[1:]
             shape = shape[len(shape) - len(axes):] if len(shape) >= len(axes) else shape
-        wanted = [int(a) if a.isdigit() else sizes.get(a) for a in axes]
-        if len(shape) != len(axes) or any(w not in (None, n) for w, n in zip(wanted, shape)):
-            known = ", ".join(f"{a}={w} (from {seen[a]})" for a, w in zip(axes, wanted)
-                              if w is not None and not a.isdigit())
-            raise ValueError(f"{name} has shape {np.shape(array)}; expected "
-                             f"[{', '.join(spec.split())}]{' with ' + known if known else ''}")
-        for a, n in zip(axes, shape):
+        fits = len(shape) == len(axes)
+        known = ", ".join(f"{a}={sizes[a]} (from {seen[a]})" for a in axes if a in sizes)
+        for a, n in zip(axes, shape if fits else ()):
             if not a.isdigit() and a not in sizes:
                 sizes[a], seen[a] = n, name
+            fits = fits and n == (int(a) if a.isdigit() else sizes[a])
+        if not fits:
+            raise ValueError(f"{name} has shape {np.shape(array)}; expected "
+                             f"[{', '.join(spec.split())}]{' with ' + known if known else ''}")
     return sizes
 
 
@@ -166,10 +166,12 @@ def causal_conv(x, w, state=None):
     Args: x [B,T,C]; w [C,1,W] (or [C,W]), its last tap multiplies the current token;
         state [B,W-1,C], the inputs before x (zeros when None).
     Returns: y [B,T,C]. The next state is the last W-1 rows of [state, x].
+    Raises: ValueError for shapes that do not agree (some caches keep W rows: pass the last W-1).
     Source: ShortConvolution of the released code, without its SiLU.
     """
     taps = w.reshape(w.shape[0], w.shape[-1])                                # [C,W]
     width, T = taps.shape[1], x.shape[1]
+    check_shapes(w=(taps, "C W"), x=(x, "B T C"), state=(state, f"B {width - 1} C"))
     before = np.zeros((x.shape[0], width - 1, x.shape[2]), x.dtype) if state is None else state
     u = np.concatenate([before, x], axis=1)                                  # [B,W-1+T,C]
     y = sum(u[:, j:j + T] * taps[:, j] for j in range(width))
@@ -206,13 +208,13 @@ def cross_entropy(logits, targets, ignore_index=-100):
     log_p = logits - top - np.log(np.exp(logits - top).sum(axis=-1, keepdims=True))
     chosen = np.take_along_axis(log_p, picked[..., None], axis=-1)[..., 0]    # [..., N] -> [...]
     count = int(keep.sum())
-    value = -(chosen * keep).sum() / count
+    value = -np.where(keep, chosen, 0).sum() / count
 
     def pullback(ct):
         ct_logits = np.exp(log_p)
         np.put_along_axis(ct_logits, picked[..., None],
                           np.take_along_axis(ct_logits, picked[..., None], -1) - 1, axis=-1)
-        return ct_logits * (keep[..., None] * (ct / count)), None, None
+        return np.where(keep[..., None], ct_logits * (ct / count), 0), None, None
     return value, pullback
 
 

@@ -6,6 +6,7 @@ digits, far above the noise of float64, and without negative zeros, addresses or
 import base64
 import inspect
 import io
+import math
 
 import numpy as np
 
@@ -31,18 +32,21 @@ def number(x, digits=4):
 
 
 def _array(a, digits, tiny):
-    a = np.asarray(a)
+    a, places = np.asarray(a), None
     if a.dtype.kind == "f":
-        a = np.where(np.abs(a) < tiny, 0.0, a)          # no -0.0, no 1e-17
-    return np.array2string(a, precision=digits - 1 if a.dtype.kind == "f" else None,
-                           suppress_small=True, max_line_width=96, separator=" ",
-                           floatmode="maxprec", threshold=80)
+        a = np.where(np.abs(a) < tiny, 0.0, a)                              # no 1e-17
+        top = np.abs(a[np.isfinite(a)]).max(initial=0)
+        places = digits - 1 - (math.floor(math.log10(top)) if 0 < top < 0.1 else 0)
+        a = np.round(a, places) + 0.0                                       # and no -0.0
+    return np.array2string(a, precision=places, suppress_small=True, max_line_width=96,
+                           separator=" ", floatmode="maxprec", threshold=80)
 
 
 def show(digits=4, tiny=1e-12, **named):
     """Print each named value on a line of its own: scalars in `digits` digits, arrays rounded.
 
-    Args: digits, significant digits; tiny, array entries below it print as 0; **named, the values.
+    Args: digits, significant digits (in an array: of its largest entry when that is below 0.1,
+        otherwise digits - 1 decimals); tiny, array entries below it print as 0; named, the values.
     """
     width = max(len(name) for name in named)
     for name, value in named.items():
@@ -79,7 +83,7 @@ def table(header, rows, digits=4):
 
 
 def below(error, bound):
-    """An error as text that does not depend on the machine: "< 1e-10", or the figure if it fails."""
+    """An error as text that no machine changes: "< 1e-10", or the figure if it fails."""
     return f"< {bound:.0e}" if error < bound else f"{error:.2e}, NOT below {bound:.0e}"
 
 
