@@ -30,6 +30,7 @@ $(VENV)/.done: requirements.lock pyproject.toml
 	$(PY) -m venv $(VENV)
 	$(PIP) --require-hashes -r requirements.lock
 	$(PIP) --no-deps --no-build-isolation -e .
+	@$(BIN)/python -c "import matplotlib.font_manager"  # else the first chapter says it is building a font cache
 	@touch $@
 
 book: $(VENV)/.done ## execute the notebooks and build the book

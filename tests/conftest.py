@@ -77,7 +77,7 @@ def pytest_sessionfinish(session):
             missing.append(f"{node} was left out without a reason")
     for notebook, time_s in seconds.items():
         if time_s > budget(notebook):
-            missing.append(f"{notebook} took {time_s:.0f} s; its budget is {budget(notebook):.0f} s")
+            missing.append(f"{notebook} took {time_s:.0f} s of {budget(notebook):.0f} s")
     if missing and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 

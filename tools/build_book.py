@@ -85,7 +85,8 @@ def stage_notebooks():
             continue
         same = texts(json.loads(text)) == texts(json.loads(path.read_text(encoding="utf-8")))
         print(f"  {path.name:<36} {time_s:5.1f} s"
-              + ("" if same else "   its stored outputs differ: `make outputs` stores these"), flush=True)
+              + ("" if same else "   its stored outputs differ: `make outputs` stores these"),
+              flush=True)
         put(STAGE / "notebooks" / path.name, text.encode())
         done[path.name] = marks[path]
         record.write_text(json.dumps(done, indent=1))
@@ -115,8 +116,8 @@ def main(argv=None):
     start = time.perf_counter()
     STAGE.mkdir(parents=True, exist_ok=True)
     stamp = BUILD / "book.json"
-    mark = fingerprint(files_under(*(n for n in (*PROSE, "notebooks", "k3np", "tests/golden", "tools",
-                                                 "requirements.lock") if (ROOT / n).exists())),
+    inputs = (*PROSE, "notebooks", "k3np", "tests/golden", "tools", "requirements.lock")
+    mark = fingerprint(files_under(*(n for n in inputs if (ROOT / n).exists())),
                        sys.version_info[:3])
     if read_json(stamp).get("mark") == mark and (html / "index.html").is_file():
         print(f"Nothing changed. The book: {html / 'index.html'}")
@@ -140,7 +141,7 @@ def main(argv=None):
         # Pages already read would not warn again: forget them, so that the next run does.
         shutil.rmtree(BUILD / "_build" / ".doctrees", ignore_errors=True)
         print("\n".join(warnings or problems or lines[-30:]), file=sys.stderr)
-        print(f"The book was not built; a warning is an error. The whole log: {log}", file=sys.stderr)
+        print(f"The book was not built; a warning is an error. The log: {log}", file=sys.stderr)
         return 1
     stamp.write_text(json.dumps({"mark": mark}))
     print(f"Done in {time.perf_counter() - start:.0f} s. The book: {html / 'index.html'}")

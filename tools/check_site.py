@@ -84,7 +84,8 @@ def problems(root):
         name = urllib.parse.unquote(parts.path)
         file = origin if not name else (root / name.lstrip("/") if name.startswith("/")
                                         else origin.parent / name).resolve()
-        return (file / "index.html" if file.is_dir() else file), urllib.parse.unquote(parts.fragment)
+        file = file / "index.html" if file.is_dir() else file
+        return file, urllib.parse.unquote(parts.fragment)
 
     def check_load(origin, url):
         where = origin.relative_to(root)

@@ -61,7 +61,9 @@ def set_alt(cell):
     image = {k: v for k, v in options.get("image", {}).items() if k != "alt"}
     if alt is not None:
         image["alt"] = alt
-    options = {k: v for k, v in options.items() if k != "image"} | ({"image": image} if image else {})
+    options = {k: v for k, v in options.items() if k != "image"}
+    if image:
+        options["image"] = image
     cell["metadata"].pop("mystnb", None)
     if options:
         cell["metadata"]["mystnb"] = options
@@ -133,7 +135,7 @@ def executed(path, timeout=300):
             f"{path}: cell {at[0]} ({notebook.cells[at[0]].id}): "
             f"{str(error).splitlines()[0]}") from None
     time_s = time.perf_counter() - start
-    for i, cell in enumerate(notebook.cells):
+    for cell in notebook.cells:
         cell.metadata.pop("execution", None)
         if cell.cell_type == "code":
             cell.outputs = join_streams(cell.outputs)

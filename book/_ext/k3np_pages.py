@@ -18,8 +18,8 @@ def drop_thebe(app, pagename, templatename, context, doctree):
     context["script_files"] = [s for s in context.get("script_files", []) if keep(s)]
     if "body" in context:
         context["body"] = re.sub(
-            r'<script type="text/x-thebe-config">.*?</script>\s*(<script>kernelName = .*?</script>)?',
-            "", context["body"], flags=re.S)
+            r'<script type="text/x-thebe-config">.*?</script>\s*'
+            r'(<script>kernelName = .*?</script>)?', "", context["body"], flags=re.S)
 
 
 def plain(text):
