@@ -51,7 +51,7 @@ outputs: $(VENV)/.done ## execute the notebooks in place and store their outputs
 
 lint: $(VENV)/.done ## check style and spelling
 	$(BIN)/ruff check .
-	$(BIN)/codespell book k3np tests tools benchmarks *.md
+	$(BIN)/codespell book k3np tests tools $(wildcard benchmarks) *.md
 
 clean: ## remove what was built (not .venv)
 	rm -rf build dist .pytest_cache .ruff_cache
