@@ -59,8 +59,8 @@ def _halves(g):
         yield half, second, first
         first *= second[..., -1:, :]
         second *= since_half[..., 0, -1:, :]
-        _flush(since)
-        _flush(until)
+        _flush(first)
+        _flush(second)
         half *= 2
     yield half, since, until
 
@@ -125,7 +125,7 @@ def kda_chunk(q, k, v, g, beta, state):
     scores = np.zeros((*lead, 2 * C, C), k.dtype)       # row 2i: query i; row 2i+1: beta k of i
     inverse = np.zeros((*lead, C, C), k.dtype)
     i = np.arange(C)
-    scores[..., 2 * i, i] = (q * k).sum(axis=-1)        # a token reads what it wrote, not decayed
+    scores[..., 2 * i, i] = np.einsum("...k,...k->...", q, k)    # a token reads its own write
     inverse[..., i, i] = 1
     for half, second, first in _halves(g):
         if half == C:
@@ -210,28 +210,29 @@ def kda_chunkwise(q, k, v, g, beta, initial_state=None, scale=None, chunk_size=6
         raise ValueError(f"chunk_size is {chunk_size!r}; expected a whole number of tokens, "
                          "at least 1")
     size, scale = int(chunk_size), float(K ** -0.5 if scale is None else scale)
-    cuts = [(start, min(start + size, T)) for start in range(0, T, size)]
+    starts = range(0, T, size)
     first = np.zeros((B, H, K, V), q.dtype) if initial_state is None else initial_state
 
-    def chunk(start, stop, state):
+    def chunk(start, state):
+        stop = min(start + size, T)
         rows = 1 << (stop - start - 1).bit_length()
         q_rows, *others = (_take(x, start, stop, rows) for x in (q, k, v, g, beta))
-        return kda_chunk.vjp(scale * q_rows, *others, state)
+        return stop, *kda_chunk.vjp(scale * q_rows, *others, state)
 
     o, state = np.empty_like(v), first.copy()
-    for start, stop in cuts:
-        (o_rows, state), _ = chunk(start, stop, state)
+    for start in starts:
+        stop, (o_rows, state), _ = chunk(start, state)
         o[:, start:stop] = o_rows[:, :, :stop - start].swapaxes(1, 2)
 
     def pullback(ct):
         ct_o = np.zeros_like(o) if ct[0] is None else ct[0]
         ct_state = np.zeros_like(first) if ct[1] is None else ct[1]
         states = [first]
-        for start, stop in cuts[:-1]:
-            states.append(chunk(start, stop, states[-1])[0][1])
+        for start in starts[:-1]:
+            states.append(chunk(start, states[-1])[1][1])
         grads = [np.empty_like(x) for x in (q, k, v, g, beta)]
-        for (start, stop), state in zip(reversed(cuts), reversed(states)):
-            (o_rows, _), pull = chunk(start, stop, state)
+        for start, state in zip(reversed(starts), reversed(states)):
+            stop, (o_rows, _), pull = chunk(start, state)
             *pieces, ct_state = pull((_take(ct_o, start, stop, o_rows.shape[2]), ct_state))
             pieces[0] *= scale
             for grad, piece in zip(grads, pieces):
