@@ -48,6 +48,14 @@ def _collapse(node):
     return node
 
 
+def _with_prefix(key):
+    """Name under "param." or "grad_param.": the vision cases leave that prefix out."""
+    name = key.removeprefix("grad_")
+    if not name.startswith(("vision_tower.", "mm_projector.")):
+        return key
+    return f"param.{name}" if name == key else f"grad_param.{name}"
+
+
 def golden(name):
     """Read the golden case `name`, such as "kda_1".
 
@@ -62,7 +70,7 @@ def golden(name):
     case, trees = {}, {"param": {}, "grad_param": {}}
     with np.load(path, allow_pickle=False) as arrays:
         for key in arrays.files:
-            prefix, _, rest = key.partition(".")
+            prefix, _, rest = _with_prefix(key).partition(".")
             (trees[prefix] if prefix in trees else case)[rest if prefix in trees else key] = \
                 arrays[key]
     flat = trees["grad_param"]

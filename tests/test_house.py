@@ -14,9 +14,9 @@ PACKAGE = ROOT / "k3np"
 pytestmark = pytest.mark.book
 
 # Bottom to top: a file imports only from files before it.
-ORDER = ["__init__", "config", "ops", "situ", "kda_chunk", "kda", "mla", "attnres", "balance", "moe",
-         "gelu", "preprocess", "vision", "model", "checkpoint", "count", "generate", "chat",
-         "prefix_cache", "muon", "train",
+ORDER = ["__init__", "config", "ops", "situ", "kda_chunk", "kda", "mla", "attnres", "balance",
+         "moe", "gelu", "preprocess", "vision_positions", "vision", "model", "checkpoint", "count",
+         "generate", "chat", "prefix_cache", "muon", "train",
          "mx", "mx.formats", "mx.quantize", "mx.pack", "mx.dot", "mx.qat",
          "supernode", "supernode.fabric", "supernode.flow", "supernode.collectives",
          "supernode.expert_parallel", "supernode.moonep", "supernode.pipeline",
