@@ -17,17 +17,15 @@ PAPER = "#FAFAF7"                                       # opaque, so that dark m
 
 
 def number(x, digits=4):
-    """One scalar as text: integers with thousands separators, floats to `digits` significant."""
+    """One scalar as text: integers in full, with separators; floats to `digits` significant."""
     if isinstance(x, (bool, np.bool_)):
         return "yes" if x else "no"
     if isinstance(x, (int, np.integer)):
         return f"{int(x):,}"
     if isinstance(x, (float, np.floating)):
         x = float(x)
-        text = "0" if x == 0 or abs(x) < 1e-300 else f"{x:.{digits}g}"
-        if "e" not in text and abs(x) >= 10_000:
-            text = f"{x:,.0f}"
-        return text
+        text = "0" if abs(x) < 1e-300 else f"{x:.{digits}g}"
+        return f"{float(text):,.0f}" if 10_000 <= abs(float(text)) < 1e12 else text
     return str(x)
 
 
@@ -61,7 +59,7 @@ def show(digits=4, tiny=1e-12, **named):
 
 
 def table(header, rows, digits=4):
-    """Print rows under a header, numbers right-aligned.
+    """Print rows under a header, columns of numbers (and "") right-aligned.
 
     Args: header, a list of names; rows, lists of the same length; digits, significant digits.
     Raises: ValueError when a row's length is not the header's.
@@ -70,7 +68,7 @@ def table(header, rows, digits=4):
         if len(row) != len(header):
             raise ValueError(f"row {row!r} has {len(row)} entries; the header has {len(header)}")
     cells = [[number(v, digits) for v in row] for row in rows]
-    right = [all(not isinstance(r[i], str) for r in rows) for i in range(len(header))]
+    right = [all(not isinstance(r[i], str) or not r[i] for r in rows) for i in range(len(header))]
     widths = [max(len(c[i]) for c in [list(header), *cells]) for i in range(len(header))]
 
     def line(parts):

@@ -13,15 +13,17 @@ from k3np.show import attempt, below, figure, number, show, show_figure, source,
 @pytest.mark.parametrize("x, text", [
     (2_779_484_476_000, "2,779,484,476,000"), (np.int64(-12345), "-12,345"), (True, "yes"),
     (np.False_, "no"), (0.0, "0"), (-0.0, "0"), (1e-320, "0"), (0.12345678, "0.1235"),
-    (np.float32(2.5), "2.5"), (9999.6, "1e+04"), (1e-7, "1e-07"), (float("nan"), "nan"),
+    (np.float32(2.5), "2.5"), (9999.6, "10,000"), (2.0555e4, "20,560"),
+    (3.4e38, "3.4e+38"), (float("-inf"), "-inf"), (1e-7, "1e-07"), (float("nan"), "nan"),
     ("text", "text"), (None, "None")])
 def test_number(x, text):
     assert number(x) == text
 
 
 @pytest.mark.property
-def test_large_floats_get_separators_when_the_digits_allow():
+def test_large_floats_get_separators():
     assert number(123456.0, digits=6) == "123,456" and number(1234.5) == "1234"
+    assert number(123456.0) == "123,500"                   # rounded to four digits all the same
 
 
 @pytest.mark.property
@@ -52,6 +54,8 @@ def test_table_aligns_numbers_right_and_words_left(capsys):
     table(["part", "bytes"], [["a", 1_000_000], ["long name", 2]])
     assert capsys.readouterr().out == (
         "part           bytes\n---------  ---------\na          1,000,000\nlong name          2\n")
+    table(["a", "b"], [["x", 12], ["y", ""]])
+    assert capsys.readouterr().out == "a   b\n-  --\nx  12\ny\n"
     table(["x"], [])
     assert capsys.readouterr().out == "x\n-\n"
 
