@@ -14,7 +14,8 @@ PACKAGE = ROOT / "k3np"
 pytestmark = pytest.mark.book
 
 # Bottom to top: a file imports only from files before it.
-ORDER = ["__init__", "config", "ops", "situ", "kda_chunk", "kda", "mla", "attnres", "balance",
+ORDER = ["__init__", "config", "ops", "situ", "kda.recurrent", "kda.chunk",
+         "kda.parallel", "kda.layer", "kda", "mla", "attnres", "balance",
          "moe", "gelu", "preprocess", "vision_positions", "vision", "model", "checkpoint", "count",
          "generate", "chat", "prefix_cache", "muon", "train",
          "mx", "mx.formats", "mx.quantize", "mx.pack", "mx.dot", "mx.qat",

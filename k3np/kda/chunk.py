@@ -1,4 +1,4 @@
-"""Kimi Delta Attention in chunks: the recurrence of `kda.py` turned into matrix products.
+"""Kimi Delta Attention in chunks: the recurrence turned into matrix products.
 
 Number the tokens of a chunk i = 1..C and write d(i, j) for the product of the decays of the tokens
 j+1..i, channel by channel. What token i writes under its key is w_i = beta_i (v_i - what the memory
@@ -13,22 +13,10 @@ once. The brackets are scores between reads and keys. The first line is a triang
 """
 import numpy as np
 
-from k3np.ops import check_floats, check_shapes, differentiable
+from k3np.kda.recurrent import check_kda
+from k3np.ops import differentiable
 
 LEAST = float(np.exp(-80.0))        # a product of decays below this counts as 0
-
-
-def check_kda(q, k, v, g, beta, initial_state=None):
-    """Hold the arguments of the recurrence against each other; return sizes B, T, H, K, V."""
-    sizes = check_shapes(q=(q, "B T H K"), k=(k, "B T H K"), v=(v, "B T H V"), g=(g, "B T H K"),
-                         beta=(beta, "B T H"), initial_state=(initial_state, "B H K V"))
-    check_floats(q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state)
-    top = g.max(initial=-np.inf)
-    if not top <= 0:
-        what = "NaN" if np.isnan(top) else f"{top:g}"
-        raise ValueError(f"g holds {what}; a log-decay is at most 0 (the memory cannot grow): "
-                         "make it with decay_gate or softplus_decay_gate")
-    return tuple(sizes[n] for n in "BTHKV")
 
 
 def _flush(decay):

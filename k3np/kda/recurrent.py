@@ -1,16 +1,12 @@
-"""Kimi Delta Attention: a memory of fixed size that forgets by channel and corrects what it holds.
+"""Kimi Delta Attention, one token at a time: the gate that makes the decays, and the definition.
 
-One head keeps a matrix S [K,V]: a row a key channel. A token first lets each channel fade by its
+One head keeps a matrix S [K,V], a row a key channel. A token first lets each channel fade by its
 own decay, then looks up what is stored under its key and corrects it towards its value, then
-reads with its query. Here are the gate that makes the decays and the recurrence, which is the
-definition; `kda_chunk.py` computes the same by matrix products.
+reads with its query.
 """
 import numpy as np
 
-from k3np.kda_chunk import check_kda, kda_chunk, kda_chunkwise
 from k3np.ops import check_floats, check_shapes, differentiable, sigmoid, softplus
-
-__all__ = ["decay_gate", "softplus_decay_gate", "kda_recurrent", "kda_chunk", "kda_chunkwise"]
 
 
 def _gate_input(z, A_log, dt_bias):
@@ -81,6 +77,19 @@ def softplus_decay_gate(z, A_log, dt_bias):
     return g, pullback
 
 
+def check_kda(q, k, v, g, beta, initial_state=None):
+    """Hold the arguments of the recurrence against each other; return sizes B, T, H, K, V."""
+    sizes = check_shapes(q=(q, "B T H K"), k=(k, "B T H K"), v=(v, "B T H V"), g=(g, "B T H K"),
+                         beta=(beta, "B T H"), initial_state=(initial_state, "B H K V"))
+    check_floats(q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state)
+    top = g.max(initial=-np.inf)
+    if not top <= 0:
+        what = "NaN" if np.isnan(top) else f"{top:g}"
+        raise ValueError(f"g holds {what}; a log-decay is at most 0 (the memory cannot grow): "
+                         "make it with decay_gate or softplus_decay_gate")
+    return tuple(sizes[n] for n in "BTHKV")
+
+
 @differentiable
 def kda_recurrent(q, k, v, g, beta, initial_state=None, scale=None):
     """Kimi Delta Attention, one token at a time: the definition.
@@ -99,10 +108,10 @@ def kda_recurrent(q, k, v, g, beta, initial_state=None, scale=None):
     B, T, H, K, V = check_kda(q, k, v, g, beta, initial_state)
     scale = float(K ** -0.5 if scale is None else scale)
     first = np.zeros((B, H, K, V), q.dtype) if initial_state is None else initial_state
-    decay, weight = np.exp(g)[..., None], beta[..., None]        # [B,T,H,K,1], [B,T,H,1]
+    weight = beta[..., None]                                                 # [B,T,H,1]
 
     def step(S, t):
-        faded = decay[:, t] * S                                              # [B,H,K,V]
+        faded = np.exp(g[:, t])[..., None] * S                               # [B,H,K,V]
         error = v[:, t] - _read(faded, k[:, t])                              # [B,H,V]
         return faded, error, faded + _outer(k[:, t], weight[:, t] * error)
 
@@ -129,7 +138,7 @@ def kda_recurrent(q, k, v, g, beta, initial_state=None, scale=None):
                           - _read(faded.swapaxes(-1, -2), ct_v[:, t]))
             ct_faded = ct_S - _outer(k[:, t], ct_v[:, t])
             ct_g[:, t] = (ct_faded * faded).sum(axis=-1)
-            ct_S = ct_faded * decay[:, t]
+            ct_S = np.exp(g[:, t])[..., None] * ct_faded
         return ct_q, ct_k, ct_v, ct_g, ct_beta, None if initial_state is None else ct_S, None
     return (o, state), pullback
 
