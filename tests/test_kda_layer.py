@@ -216,7 +216,7 @@ def test_packed_documents_do_not_leak():
     assert np.array_equal(y2[:, 7:], y[:, 7:])
 
 
-def wrong_layer(case, cfg, **wrong):
+def layer_again(case, cfg, **wrong):
     """The layer written again, token by token, with one thing wrong; nothing wrong: released."""
     p, x, eps = case["param"], case["x"], cfg.rms_norm_eps
     B, T, H, K = *x.shape[:2], cfg.linear_attn_config.num_heads, cfg.linear_attn_config.head_dim
@@ -237,7 +237,9 @@ def wrong_layer(case, cfg, **wrong):
         u = beta[:, t, :, None] * (v[:, t] - np.einsum("bhk,bhkv->bhv", k[:, t], S))
         S = S + k[:, t][..., None] * u[:, :, None]
         o.append(np.einsum("bhk,bhkv->bhv", q[:, t], S) * wrong.get("scale", K ** -0.5))
-    o, gate = np.stack(o, axis=1), sigmoid(linear(x, p["g_proj"])).reshape(B, T, H, K)
+    logit = linear(x, p["g_proj"]) if "g_proj" in p else \
+        linear(linear(x, p["g_a_proj"]), p["g_b_proj"])
+    o, gate = np.stack(o, axis=1), sigmoid(logit).reshape(B, T, H, K)
     finish = wrong.get("finish", lambda o, gate: rms_norm(o, p["o_norm"], eps) * gate)
     return linear(finish(o, gate).reshape(B, T, H * K), p["o_proj"])
 
@@ -275,7 +277,18 @@ WRONG = {
 @pytest.mark.parametrize("name", CASES)
 def test_the_layer_written_again_is_right(name):
     case, cfg = read(name)
-    assert rel(wrong_layer(case, cfg), case["y"]) < 1e-10
+    assert rel(layer_again(case, cfg), case["y"]) < 1e-10
+
+
+@pytest.mark.property
+def test_kimi_linears_variant_follows_its_formulas():
+    cfg = VARIANTS["Kimi Linear"]
+    x, p = draw(cfg)
+    y = layer_again({"x": x, "param": p}, cfg,
+                    gate=lambda z, bias, rate: -rate * np.log1p(np.exp(z + bias)))
+    assert rel(kda_layer(x, p, cfg)[0], y) < 1e-12
+    p["A_log"] = p["A_log"].reshape(1, 1, -1, 1)                # as Kimi Linear stores it
+    assert rel(kda_layer(x, p, cfg)[0], y) < 1e-12
 
 
 @pytest.mark.traps
@@ -286,7 +299,7 @@ def test_wrong_layers_are_rejected(trap):
     if "finish" in wrong and trap != "trap 6: no norm":         # the weight belongs to the norm
         inner = wrong["finish"]
         wrong = {"finish": lambda o, gate: inner(o, gate) * case["param"]["o_norm"]}
-    assert rel(wrong_layer(case, cfg, **wrong), case["y"]) > 1e-6
+    assert rel(layer_again(case, cfg, **wrong), case["y"]) > 1e-6
 
 
 @pytest.mark.errors

@@ -16,13 +16,13 @@ import numpy as np
 from k3np.kda.recurrent import check_kda
 from k3np.ops import differentiable
 
-LEAST = float(np.exp(-80.0))        # a product of decays below this counts as 0
+MARGIN = 1536           # times the smallest normal number: e^-80 in float32, e^-701 in float64
 
 
-def _flush(decay):
-    """Set to 0 in place what is below LEAST: such products soon become denormals, which are slow
-    in float32, and weigh nothing beside the last token's decay of 1."""
-    np.multiply(decay, decay >= LEAST, out=decay)
+def _flush(x, size):
+    """Set x to 0 in place where its size is below e^-80 (float32): products of such numbers are
+    denormals, on which arithmetic can be many times slower."""
+    np.multiply(x, size >= MARGIN * np.finfo(x.dtype).tiny, out=x)
 
 
 def _halves(g):
@@ -47,8 +47,8 @@ def _halves(g):
         yield half, second, first
         first *= second[..., -1:, :]
         second *= since_half[..., 0, -1:, :]
-        _flush(first)
-        _flush(second)
+        _flush(first, first)
+        _flush(second, second)
         half *= 2
     yield half, since, until
 
@@ -103,11 +103,16 @@ def kda_chunk(q, k, v, g, beta, state):
     Args: q (already scaled), k [...,C,K]; v [...,C,V]; g [...,C,K], log-decays; beta [...,C];
         state [...,K,V]. C is a power of two: fill up with rows of zeros, which do nothing.
     Returns: (o [...,C,V], state [...,K,V]).
+    Raises: ValueError for a C that is not a power of two.
     Source: report §2.1 (UT transform); `naive_chunk_kda` of flash-linear-attention.
     Departs: the cut into halves replaces 16-row tiles and works for any decay; the system is
         solved for the writes at once, not for w and u apart.
     """
     *lead, C, K = k.shape
+    if C < 1 or C & (C - 1):
+        raise ValueError(f"k has shape {k.shape}: {C} rows; a chunk has a power of two of them: "
+                         "fill it up with rows of zeros, or call kda_chunkwise")
+    q, k, v, g, beta = (np.ascontiguousarray(x) for x in (q, k, v, g, beta))
     weight = beta[..., None]
     reads = np.stack([q, weight * k], axis=-2)                               # [...,C,2,K]
     scores = np.zeros((*lead, 2 * C, C), k.dtype)       # row 2i: query i; row 2i+1: beta k of i
@@ -121,6 +126,7 @@ def kda_chunk(q, k, v, g, beta, state):
             break
         late, early = _pairs(reads, k, half, second, first)
         across = late @ early.swapaxes(-1, -2)                               # [...,n,2half,half]
+        _flush(across, np.abs(across))
         _blocks(scores, half)[..., 2 * half:, :half] = across
         inv = _blocks(inverse, half)
         inv[..., half:, :half] = -(inv[..., half:, half:] @ across[..., 1::2, :]
