@@ -180,6 +180,7 @@ def test_left_padding_does_not_leak():
         assert rel(ct_x[row:row + 1, pad:], alone_x) < 1e-12 and not ct_x[row, :pad].any()
         total = {name: total[name] + alone_p[name] for name in p}
     assert all(rel(ct_p[name], total[name]) < 1e-12 for name in p)
+    assert np.array_equal(kda_layer(np.where(mask[..., None], x, np.nan), p, cfg, None, mask)[0], y)
     step = np.random.default_rng(2).standard_normal((3, 1, cfg.hidden_size))
     after, _ = kda_layer(step, p, cfg, cache)                   # and decoding goes on from there
     for row, pad in enumerate(pads):

@@ -126,7 +126,9 @@ def kda_layer(x, p, cfg, cache=None, mask=None, cu_seqlens=None):
     """
     given = cache
     spans, cache, mask = _check_layer(x, p, cfg, cache, mask, cu_seqlens)
-    token_inputs, pull_inputs = _layer_inputs(x, p, cfg, mask)
+    if mask is not None:                  # a zero fills no convolution, writes nothing, gives y = 0
+        x = np.where(mask, x, 0)
+    token_inputs, pull_inputs = _layer_inputs(x, p, cfg)
     pieces, pulls = [], []
     for n, (start, stop) in enumerate(spans):
         rows = slice(None) if cu_seqlens is None else slice(n, n + 1)
@@ -136,7 +138,7 @@ def kda_layer(x, p, cfg, cache=None, mask=None, cu_seqlens=None):
         pulls.append(pull)
     after = KDACache(*(np.concatenate(arrays) for arrays in zip(*(c for _, c in pieces))))
     o = np.concatenate([o for o, _ in pieces], axis=1)
-    y, pull_output = _layer_output(o, x, p, cfg, mask)
+    y, pull_output = _layer_output(o, x, p, cfg)
 
     def pullback(ct):
         ct_y = np.zeros_like(y) if ct[0] is None else ct[0]
@@ -154,19 +156,15 @@ def kda_layer(x, p, cfg, cache=None, mask=None, cu_seqlens=None):
         more_x, more_p = pull_inputs([np.concatenate(u, axis=1) for u in zip(*ct_inputs)])
         ct_cache = None if given is None else KDACache(
             *(np.concatenate(arrays) for arrays in zip(*ct_caches)))
-        return ct_x + more_x, {**ct_p, **more_p}, None, ct_cache, None, None
+        ct_x = ct_x + more_x if mask is None else np.where(mask, ct_x + more_x, 0)
+        return ct_x, {**ct_p, **more_p}, None, ct_cache, None, None
     return (y, after), pullback
 
 
-def _layer_inputs(x, p, cfg, mask):
-    """Everything that a token computes alone before the memory: ((u_q, u_k, u_v, g, beta), pull).
-
-    Padding gets zeros: it fills no convolution, writes nothing and lets nothing fade.
-    """
+def _layer_inputs(x, p, cfg):
+    """What a token computes alone, before the memory: ((u_q, u_k, u_v, g, beta), pullback)."""
     lac = cfg.linear_attn_config
     heads = (*x.shape[:2], lac.num_heads, lac.head_dim)
-    keep = 1 if mask is None else mask.astype(x.dtype)
-    keep_gate = 1 if mask is None else keep[..., None]
     u, pull_u = zip(*(linear.vjp(x, p[f"{n}_proj"]) for n in "qkv"))         # [B,T,d] -> [B,T,HK]
     low, pull_low = linear.vjp(x, p["f_a_proj"])
     z, pull_z = linear.vjp(low, p["f_b_proj"])
@@ -180,16 +178,16 @@ def _layer_inputs(x, p, cfg, mask):
 
     def pullback(ct):
         ct_p = {}
-        ct_z, ct_p["A_log"], ct_p["dt_bias"], *_ = pull_g(ct[3] * keep_gate)
+        ct_z, ct_p["A_log"], ct_p["dt_bias"], *_ = pull_g(ct[3])
         ct_low, ct_p["f_b_proj"] = pull_z(ct_z.reshape(z.shape))
         ct_x, ct_p["f_a_proj"] = pull_low(ct_low)
         more, ct_p["b_proj"] = pull_logit(*pull_beta(ct[4]))
         ct_x = ct_x + more
         for n, pull, ct_u in zip("qkv", pull_u, ct):
-            more, ct_p[f"{n}_proj"] = pull(ct_u * keep)
+            more, ct_p[f"{n}_proj"] = pull(ct_u)
             ct_x = ct_x + more
         return ct_x, ct_p
-    return (*(a * keep for a in u), g * keep_gate, beta), pullback
+    return (*u, g, beta), pullback
 
 
 def _layer_sequence(inputs, p, cache):
@@ -225,7 +223,7 @@ def _layer_sequence(inputs, p, cache):
     return (o, KDACache(*last, state)), pullback
 
 
-def _layer_output(o, x, p, cfg, mask):
+def _layer_output(o, x, p, cfg):
     """Norm by head, gate, projection: o [B,T,H,K], x [B,T,d] -> (y [B,T,d], pullback)."""
     normed, pull_norm = rms_norm.vjp(o, p["o_norm"], cfg.rms_norm_eps)
     if cfg.linear_attn_config.use_full_rank_gate:
@@ -236,11 +234,10 @@ def _layer_output(o, x, p, cfg, mask):
     s, pull_s = sigmoid.vjp(logit)                                           # [B,T,HK]
     flat = normed.reshape(s.shape)
     y, pull_y = linear.vjp(flat * s, p["o_proj"])
-    keep = 1 if mask is None else mask.astype(x.dtype)
 
     def pullback(ct):
         ct_p = {}
-        ct_gated, ct_p["o_proj"] = pull_y(ct * keep)
+        ct_gated, ct_p["o_proj"] = pull_y(ct)
         ct_x, ct_gate = pull_logit(*pull_s(ct_gated * flat))
         if cfg.linear_attn_config.use_full_rank_gate:
             ct_p["g_proj"] = ct_gate
@@ -249,4 +246,4 @@ def _layer_output(o, x, p, cfg, mask):
             ct_x, ct_p["g_a_proj"] = pull_low(ct_x)
         ct_o, ct_p["o_norm"], _ = pull_norm((ct_gated * s).reshape(o.shape))
         return ct_o, ct_x, ct_p
-    return y * keep, pullback
+    return y, pullback
