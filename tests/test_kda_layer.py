@@ -5,9 +5,11 @@ import numpy as np
 import pytest
 from helpers import check_grad, leaves, map_tree, rel
 
+from k3np.attnres import attn_res
 from k3np.config import K3Config
 from k3np.kda import KDACache, init_kda_cache, kda_layer, kda_shapes
 from k3np.ops import causal_conv, linear, rms_norm, sigmoid, silu
+from k3np.situ import mlp
 from k3np.vectors import golden
 
 CASES = ["kda_layer_0", "kda_layer_1"]
@@ -85,6 +87,27 @@ def test_prefill_and_steps_of_the_released_layer():
         y, cache = kda_layer(x[:, t:t + 1], p, cfg, cache)
         assert rel(y, case["y"][:, t:t + 1]) < 1e-10
     assert rel(cache.state.swapaxes(-1, -2), case["state_after_16"]) < 1e-10
+
+
+@pytest.mark.golden
+def test_inside_a_released_decoder_layer():
+    """Layer 0: the embedding opens a block, KDA reads its norm, the dense MLP reads a mixture."""
+    case, cfg = read("decoder_layer_0")
+    p, x = case["param"], case["prefix_sum_in"]
+    unit, pull_norm = rms_norm.vjp(x, p["input_layernorm"], cfg.rms_norm_eps)
+    (a, _), pull_kda = kda_layer.vjp(unit, p["self_attn"], cfg)
+    mixed, pull_mix = attn_res.vjp([x, a], p["mlp_res_norm"], p["mlp_res_proj"], cfg.rms_norm_eps)
+    unit2, pull_norm2 = rms_norm.vjp(mixed, p["post_attention_layernorm"], cfg.rms_norm_eps)
+    m, pull_mlp = mlp.vjp(unit2, p["mlp"], cfg)
+    assert rel(a + m, case["prefix_sum_out"]) < 1e-10
+    assert rel(x.reshape(10, 1, -1), case["block_residual_out"]) < 1e-10
+    ct = case["ct_prefix_sum_out"]
+    (ct_x, ct_a), *_ = pull_mix(pull_norm2(pull_mlp(ct)[0])[0])
+    ct_unit, ct_p, *_ = pull_kda((ct + ct_a, None))
+    for name, grad in case["grad_param"]["self_attn"].items():
+        assert rel(ct_p[name], grad) < 1e-10, name
+    ct_x = ct_x + pull_norm(ct_unit)[0] + case["ct_block_residual_out"].reshape(x.shape)
+    assert rel(ct_x, case["grad_prefix_sum_in"]) < 1e-10
 
 
 VARIANTS = {"K3": tiny(), "Kimi Linear": tiny(gate_lower_bound=None, use_full_rank_gate=False),
