@@ -47,7 +47,7 @@ def depth_weights(sources, norm_weight, query, eps=1e-5):
 def attn_res(sources, norm_weight, query, eps=1e-5):
     """Mix sources over depth: h = sum_i p_i v_i, p = softmax_i <w, g v_i / rms(v_i)>.
 
-    Keys are normalised, values are not, and nothing divides by sqrt(d). The report's Eqs. 8-10.
+    Keys are normalised, values are not, and nothing divides by sqrt(d).
 
     Args: sources, list of n arrays [B,T,d]; norm_weight g [d]; query w [d] or [1,d], the learned
         pseudo-query; eps on the mean of squares.
@@ -55,7 +55,7 @@ def attn_res(sources, norm_weight, query, eps=1e-5):
     Raises: ValueError for no source and for shapes or dtypes that do not agree.
     Source: report §2.2; _apply_attn_res of the released code; naive_attnres of
         flash-linear-attention.
-    Departs: g and w are multiplied first and the sources never stacked; the numbers are the same.
+    Departs: g and w are multiplied first and no source is copied; the numbers are the same.
     """
     u = _combine(sources, norm_weight, query)                            # [d]
     logits, rs = zip(*(_logit(v, u, eps) for v in sources))
