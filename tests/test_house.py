@@ -15,7 +15,7 @@ pytestmark = pytest.mark.book
 
 # Bottom to top: a file imports only from files before it.
 ORDER = ["__init__", "config", "ops", "situ", "kda.recurrent", "kda.chunk",
-         "kda.parallel", "kda.layer", "kda", "mla", "attnres", "balance",
+         "kda.parallel", "kda.layer", "kda", "attention", "mla", "attnres", "balance",
          "moe", "gelu", "preprocess", "vision_positions", "vision", "model", "checkpoint", "count",
          "generate", "chat", "prefix_cache", "muon", "train",
          "mx", "mx.formats", "mx.quantize", "mx.pack", "mx.dot", "mx.qat",
