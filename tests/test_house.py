@@ -14,9 +14,9 @@ PACKAGE = ROOT / "k3np"
 pytestmark = pytest.mark.book
 
 # Bottom to top: a file imports only from files before it.
-ORDER = ["__init__", "config", "ops", "situ", "kda.recurrent", "kda.chunk",
+ORDER = ["__init__", "config", "count", "ops", "situ", "kda.recurrent", "kda.chunk",
          "kda.parallel", "kda.layer", "kda", "attention", "mla", "attnres", "balance",
-         "moe", "gelu", "preprocess", "vision_positions", "vision", "model", "checkpoint", "count",
+         "moe", "gelu", "preprocess", "vision_positions", "vision", "model", "checkpoint",
          "generate", "chat", "prefix_cache", "muon", "train",
          "mx", "mx.formats", "mx.quantize", "mx.pack", "mx.dot", "mx.qat",
          "supernode", "supernode.fabric", "supernode.flow", "supernode.collectives",
