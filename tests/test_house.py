@@ -14,11 +14,12 @@ PACKAGE = ROOT / "k3np"
 pytestmark = pytest.mark.book
 
 # Bottom to top: a file imports only from files before it.
-ORDER = ["__init__", "config", "count", "ops", "situ", "kda.recurrent", "kda.chunk",
+ORDER = ["__init__", "config", "count", "tree", "ops", "situ", "kda.recurrent", "kda.chunk",
          "kda.parallel", "kda.layer", "kda", "attention", "mla", "attnres", "balance",
-         "moe", "gelu", "preprocess", "vision_positions", "vision", "model", "checkpoint",
+         "moe", "gelu", "preprocess", "vision_positions", "vision", "model",
+         "mx.formats", "mx.exact", "mx.fast", "mx.quantize", "mx.pack", "mx.dot", "mx.qat", "mx",
+         "checkpoint",
          "generate", "chat", "prefix_cache", "muon", "train",
-         "mx", "mx.formats", "mx.quantize", "mx.pack", "mx.dot", "mx.qat",
          "supernode", "supernode.fabric", "supernode.flow", "supernode.collectives",
          "supernode.expert_parallel", "supernode.moonep", "supernode.pipeline",
          "supernode.serving", "supernode.trace", "show", "vectors", "__main__"]
