@@ -75,8 +75,8 @@ def mix_experts_loop(z, indices, weights, experts, cfg):
                 ct_weights[i, slot] = ct[i] @ y[0]
                 ct_row, ct_e, _ = pull(weights[i, slot] * ct[i:i + 1])
                 ct_z[i] += ct_row[0]
-                _add(ct_experts, e, ct_e)
-        return ct_z, None, ct_weights, _stacked(ct_experts, experts, cfg), None
+                _add(ct_experts, e, ct_e, cfg.num_experts)
+        return ct_z, None, ct_weights, ct_experts, None
     return u, pullback
 
 
@@ -104,8 +104,8 @@ def mix_experts(z, indices, weights, experts, cfg):
             ct_weights[tokens, slots] = (ct[tokens] * y).sum(axis=-1)
             ct_rows, ct_e, _ = pull(weights[tokens, slots, None] * ct[tokens])
             ct_z[tokens] += ct_rows
-            _add(ct_experts, e, ct_e)
-        return ct_z, None, ct_weights, _stacked(ct_experts, experts, cfg), None
+            _add(ct_experts, e, ct_e, cfg.num_experts)
+        return ct_z, None, ct_weights, ct_experts, None
     return u, pullback
 
 
@@ -193,22 +193,12 @@ def _expert(experts, e):
             "down_proj": experts["w2"][e]}
 
 
-def _add(ct_experts, e, ct):
-    """Add an expert's cotangents, under the experts' own names, to what it has."""
-    named = {"w1": ct["gate_proj"], "w3": ct["up_proj"], "w2": ct["down_proj"]}
-    old = ct_experts.get(int(e))
-    ct_experts[int(e)] = named if old is None else {w: old[w] + named[w] for w in named}
-
-
-def _stacked(ct_experts, experts, cfg):
-    """Cotangents on a leading axis of experts; zero for those that no token chose."""
-    stacked = {}
-    for w in ("w1", "w3", "w2"):
-        matrix = next(iter(ct_experts.values()))[w]
-        stacked[w] = np.zeros((cfg.num_experts, *matrix.shape), matrix.dtype)
-        for e, ct in ct_experts.items():
-            stacked[w][e] = ct[w]
-    return stacked
+def _add(stacked, e, ct, n_experts):
+    """Add an expert's cotangents to those of all; an expert that no token chose keeps its zeros."""
+    for name, part in (("w1", "gate_proj"), ("w3", "up_proj"), ("w2", "down_proj")):
+        if name not in stacked:
+            stacked[name] = np.zeros((n_experts, *ct[part].shape), ct[part].dtype)
+        stacked[name][e] += ct[part]
 
 
 def _check(x, p, cfg):
