@@ -12,20 +12,22 @@ from k3np.attention import attention, attention_slow
 TWINS = (attention_slow, attention)
 
 
-def random_qkv(T, S, seed=0, B=2, H=3, K=4, V=5, size=1.0):
+def random_qkv(T, S, seed=0, B=2, H=3, K=4, V=5, size=1.0, G=None):
     rng = np.random.default_rng(seed)
-    return (size * rng.standard_normal((B, T, H, K)), size * rng.standard_normal((B, S, H, K)),
-            rng.standard_normal((B, S, H, V)))
+    return (size * rng.standard_normal((B, T, H, K)), size * rng.standard_normal((B, S, G or H, K)),
+            rng.standard_normal((B, S, G or H, V)))
 
 
 @pytest.mark.property
 @settings(max_examples=50, deadline=None)
 @given(st.integers(1, 13), st.integers(0, 13), st.booleans(), st.integers(1, 15),
-       st.sampled_from((1.0, 30.0)), st.integers(0, 10 ** 6))
-def test_tiles_equal_one_matrix_backwards_too(T, more, causal, block, size, seed):
-    q, k, v = random_qkv(T, T + more, seed, size=size)
-    (slow, pull_slow), (tiled, pull) = (f.vjp(q, k, v, 0.7, causal, block) for f in TWINS)
-    assert rel(tiled, slow) < 1e-12
+       st.sampled_from((1.0, 30.0)), st.integers(0, 10 ** 6), st.sampled_from((1, 2, 4)),
+       st.booleans())
+def test_tiles_equal_one_matrix_backwards_too(T, more, causal, block, size, seed, G, padded):
+    q, k, v = random_qkv(T, T + more, seed, size=size, H=4, G=G)
+    pad = np.random.default_rng(seed).integers(0, T + more + 1, 2) if padded else None
+    (slow, pull_slow), (tiled, pull) = (f.vjp(q, k, v, 0.7, causal, block, pad) for f in TWINS)
+    assert np.abs(tiled - slow).max() < 1e-12
     ct = np.random.default_rng(seed + 1).standard_normal(slow.shape)
     for a, b in zip(pull(ct)[:3], pull_slow(ct)[:3]):
         assert np.abs(a - b).max() < 1e-11 * max(1, np.abs(b).max())
@@ -56,6 +58,34 @@ def test_causal_does_not_look_ahead_and_continues_a_prefix(f):
     order = np.random.default_rng(0).permutation(9)
     mixed = f(q, k[:, order], v[:, order], 1.0, False, 4)
     assert rel(mixed, f(q, k, v, 1.0, False, 4)) < 1e-12
+
+
+@pytest.mark.property
+@pytest.mark.parametrize("f", TWINS, ids=lambda f: f.__name__)
+def test_padding_is_as_if_it_were_not_there(f):
+    q, k, v = random_qkv(9, 9)
+    pad = np.array([4, 0])
+    o, pullback = f.vjp(q, k, v, 1.0, True, 2, pad)
+    ct = pullback(np.ones_like(o))[:3]
+    for b, n in enumerate(pad):
+        alone, pull = f.vjp(*(a[b:b + 1, n:] for a in (q, k, v)), 1.0, True, 2)
+        assert rel(o[b:b + 1, n:], alone) < 1e-12 and not o[b, :n].any()
+        for whole, part in zip(ct, pull(np.ones_like(alone))):
+            assert np.abs(whole[b:b + 1, n:] - part).max() < 1e-12 and not whole[b, :n].any()
+
+
+@pytest.mark.property
+@pytest.mark.parametrize("f", TWINS, ids=lambda f: f.__name__)
+def test_shared_keys_are_repeated_keys(f):
+    q, k, v = random_qkv(5, 8, H=6, G=2)
+    k6, v6 = np.repeat(k, 3, axis=2), np.repeat(v, 3, axis=2)
+    (o, pull), (o6, pull6) = f.vjp(q, k, v, 1.0, True, 3), f.vjp(q, k6, v6, 1.0, True, 3)
+    assert rel(o, o6) < 1e-12
+    ct_q, ct_k, ct_v, *_ = pull(o)
+    ct_q6, ct_k6, ct_v6, *_ = pull6(o)
+    assert rel(ct_q, ct_q6) < 1e-12
+    assert rel(ct_k, ct_k6.reshape(2, 8, 2, 3, 4).sum(axis=3)) < 1e-12
+    assert rel(ct_v, ct_v6.reshape(2, 8, 2, 3, 5).sum(axis=3)) < 1e-12
 
 
 @pytest.mark.property
@@ -91,6 +121,9 @@ def test_grad(causal):
     q, k, v = random_qkv(4, 7)
     check_grad(attention_slow, q, k, v, 0.7, causal)
     check_grad(attention, q, k, v, 0.7, causal, 3)
+    q, k, v = random_qkv(4, 7, H=4, G=2)
+    check_grad(attention_slow, q, k, v, 0.7, causal, None, np.array([5, 1]))
+    check_grad(attention, q, k, v, 0.7, causal, 3, np.array([5, 1]))
 
 
 @pytest.mark.errors
@@ -105,3 +138,8 @@ def test_messages(f):
         f(q, k, v[:, :2], 1.0, False)
     with pytest.raises(ValueError, match="dtypes differ"):
         f(q, k, v.astype(np.float32), 1.0, False)
+    with pytest.raises(ValueError, match="heads of k that divide those of q"):
+        f(*random_qkv(3, 3, H=4, G=3), 1.0)
+    for pad in ([1], [-1, 0], [0, 4], [0.0, 1.0]):
+        with pytest.raises(ValueError, match=r"pad is .* how many keys are padding, 0..3"):
+            f(q, k, v, 1.0, False, 2, np.array(pad))
