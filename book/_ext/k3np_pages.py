@@ -1,11 +1,15 @@
 """What this book asks of Sphinx beyond its configuration.
 
 1. No page mentions a remote script: sphinx-thebe, which Jupyter Book always loads, is taken out.
-2. Docstrings are written to be read in a terminal; here their sections become lists, their
+2. The API page lists every module there is, so that none is forgotten.
+3. Docstrings are written to be read in a terminal; here their sections become lists, their
    indented lines stay as they are, and no character of theirs is taken for markup.
 """
 import dataclasses
+import pkgutil
 import re
+
+import k3np
 
 SECTIONS = ("Args", "Returns", "Raises", "Source", "Departs", "Keeps", "Note", "Yields")
 HEAD = re.compile(rf"({'|'.join(SECTIONS)}):(?:\s+(.*)|$)")
@@ -20,6 +24,19 @@ def drop_thebe(app, pagename, templatename, context, doctree):
         context["body"] = re.sub(
             r'<script type="text/x-thebe-config">.*?</script>\s*'
             r'(<script>kernelName = .*?</script>)?', "", context["body"], flags=re.S)
+
+
+def list_modules(app, docname, source):
+    if "<!-- every module -->" not in source[0]:
+        return
+    modules = [m for m in pkgutil.walk_packages(k3np.__path__, "k3np.") if "._" not in m.name]
+    source[0] = source[0].replace("<!-- every module -->", "\n\n".join(
+        f"## `{m.name}`\n\n```{{eval-rst}}\n.. automodule:: {m.name}\n"
+        + ("```" if m.ispkg else "   :members:\n```") for m in modules))
+
+
+def api_is_outdated(app, env, added, changed, removed):
+    return {"book/api"} & set(env.all_docs)
 
 
 def plain(text):
@@ -101,8 +118,16 @@ def short_signature(app, what, name, obj, options, signature, annotation):
     return ("(...)", None) if what == "class" and dataclasses.is_dataclass(obj) else None
 
 
+def skip_fields(app, what, name, obj, skip, options):
+    """The fields of a NamedTuple are told in its docstring."""
+    return True if (getattr(obj, "__doc__", "") or "").startswith("Alias for field") else None
+
+
 def setup(app):
+    app.connect("autodoc-skip-member", skip_fields)
     app.connect("autodoc-process-signature", short_signature)
     app.connect("html-page-context", drop_thebe, priority=900)
+    app.connect("source-read", list_modules)
+    app.connect("env-get-outdated", api_is_outdated)
     app.connect("autodoc-process-docstring", tidy_docstring)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
