@@ -40,3 +40,19 @@ def map_tree(f, tree):
     if isinstance(tree, dict):
         return {key: map_tree(f, child) for key, child in tree.items()}
     return f(tree)
+
+
+def merge(a, b):
+    """Union of two trees; where both have an array, their sum. Cotangents of shared parameters."""
+    if not isinstance(a, dict):
+        return a + b
+    return {key: merge(a[key], b[key]) if key in a and key in b else a.get(key, b.get(key))
+            for key in {**a, **b}}
+
+
+def fill(tree, like):
+    """`tree` with zeros for what `like` has and it lacks: parameters that took no part."""
+    if not isinstance(like, dict):
+        return np.zeros_like(like) if tree is None else tree
+    return {key: fill(None if tree is None else tree.get(key), child)
+            for key, child in like.items()}

@@ -16,9 +16,10 @@ pytestmark = pytest.mark.book
 # Bottom to top: a file imports only from files before it.
 ORDER = ["__init__", "config", "count", "tree", "ops", "situ", "kda.recurrent", "kda.chunk",
          "kda.parallel", "kda.layer", "kda", "attention", "mla", "attnres", "balance",
-         "moe", "gelu", "preprocess", "vision_positions", "vision", "model",
+         "moe", "gelu", "preprocess", "vision_positions", "vision",
+         "init", "embed", "model",
          "mx.formats", "mx.exact", "mx.fast", "mx.quantize", "mx.pack", "mx.dot", "mx.qat", "mx",
-         "checkpoint",
+         "checkpoint", "checkpoint_save",
          "generate", "chat", "prefix_cache", "muon", "train",
          "supernode", "supernode.fabric", "supernode.flow", "supernode.collectives",
          "supernode.expert_parallel", "supernode.moonep", "supernode.pipeline",
