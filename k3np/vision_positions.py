@@ -75,6 +75,7 @@ def rotation(grid, K):
 def rotate(x, cos, sin):
     """Turn each pair of neighbouring channels. x [N,H,K]; cos, sin [N,1,K/2] -> [N,H,K]."""
     def turn(a, s):
-        even, odd = a[..., ::2], a[..., 1::2]
-        return np.stack([even * cos - odd * s, even * s + odd * cos], axis=-1).reshape(a.shape)
+        even, odd, y = a[..., ::2], a[..., 1::2], np.empty_like(a)
+        y[..., ::2], y[..., 1::2] = even * cos - odd * s, even * s + odd * cos
+        return y
     return turn(x, sin), lambda ct: (turn(ct, -sin), None, None)
