@@ -10,6 +10,7 @@ from helpers import leaves, rel
 from k3np.attnres import Depth, add, begin_block, mix, plus, starts_block
 from k3np.config import K3Config
 from k3np.kda import kda_layer
+from k3np.mla import mla_layer
 from k3np.moe import feed_forward
 from k3np.ops import rms_norm
 from k3np.vectors import golden
@@ -32,8 +33,7 @@ def read(name):
 
 def attention_vjp(x, p, cfg, layer):
     if cfg.is_mla_layer(layer):
-        mla = pytest.importorskip("k3np.mla", reason="Gated MLA is not built yet")
-        (y, _), pull = mla.mla_layer.vjp(x, p, cfg)
+        (y, _), pull = mla_layer.vjp(x, p, cfg)
     else:
         (y, _), pull = kda_layer.vjp(x, p, cfg)
     return y, lambda ct: pull((ct, None))[:2]
