@@ -14,6 +14,7 @@ import yaml
 
 ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
+import build_book  # noqa: E402
 import check_site  # noqa: E402
 
 pytestmark = pytest.mark.book
@@ -293,3 +294,11 @@ def test_the_site_check_sees_a_fault(tmp_path, old, new, says):
 def test_the_site_check_reads_styles(tmp_path):
     found = site(tmp_path / "site", css="@font-face { src: url('https://fonts.org/f.woff2') }")
     assert len(found) == 1 and "another host" in found[0]
+
+
+def test_a_notebook_runs_again_when_what_it_imports_changed():
+    found = build_book.imported("from k3np.situ import situ_glu")
+    names = {str(p.relative_to(ROOT)) for p in found}
+    assert {"k3np/__init__.py", "k3np/situ.py", "k3np/ops.py"} <= names
+    assert "k3np/config.py" not in names
+    assert build_book.imported("import numpy as np") == []

@@ -1,10 +1,12 @@
 """Execute the notebooks afresh and build the book from them. `make book` runs this.
 
 The sources are staged in build/src: the prose as it stands, and every notebook with the outputs of
-a fresh run. Nothing is done twice: a notebook runs again when it, the package, a golden vector or
-the environment changed; pages are built again when something staged changed. A warning is an error.
+a fresh run. Nothing is done twice: a notebook runs again when it, the part of the package that it
+imports, a golden vector or the environment changed; pages are built again when something staged
+changed. A warning is an error.
 """
 import argparse
+import ast
 import hashlib
 import json
 import os
@@ -42,6 +44,37 @@ def fingerprint(paths, *more):
     return digest.hexdigest()
 
 
+def imported(code):
+    """The files of the package that some code imports, itself or through another of them."""
+    found, names = set(), [code]
+    while names:
+        for node in ast.walk(ast.parse(names.pop())):
+            if isinstance(node, ast.Import):
+                wanted = [a.name for a in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                wanted = [node.module, *(f"{node.module}.{a.name}" for a in node.names)]
+            else:
+                continue
+            for name in wanted:
+                parts = name.split(".")
+                for i in range(1, len(parts) + 1):
+                    base = ROOT.joinpath(*parts[:i])
+                    for path in (base.with_suffix(".py"), base / "__init__.py"):
+                        if parts[0] == "k3np" and path.is_file() and path not in found:
+                            found.add(path)
+                            names.append(path.read_text(encoding="utf-8"))
+    return sorted(found)
+
+
+def code_of(path):
+    """The files of the package that a notebook depends on; all of them if it cannot be read."""
+    try:
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        return imported("\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "code"))
+    except (ValueError, KeyError, SyntaxError):
+        return files_under("k3np")
+
+
 def read_json(path):
     try:
         return json.loads(path.read_text())
@@ -68,11 +101,10 @@ def stage_notebooks():
     """Execute what changed. Returns False when a notebook failed."""
     record = BUILD / "executed.json"
     done = read_json(record)
-    code = fingerprint(files_under("k3np", "tests/golden", "requirements.lock", "tools/execute.py"),
-                       sys.version_info[:3])
+    given = files_under("tests/golden", "requirements.lock", "tools/execute.py")
     marks, todo = {}, []
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
-        marks[path] = fingerprint([path], code)
+        marks[path] = fingerprint([path, *code_of(path), *given], sys.version_info[:3])
         if done.get(path.name) != marks[path] or not (STAGE / "notebooks" / path.name).is_file():
             todo.append(path)
     if todo:
