@@ -162,7 +162,8 @@ class K3Config:
     def _check_contradictions(self):
         lac = self.linear_attn_config
         layers = sorted(lac.kda_layers + lac.full_attn_layers)
-        if layers != list(range(1, self.num_hidden_layers + 1)):
+        if len(layers) != self.num_hidden_layers or layers != list(
+                range(1, self.num_hidden_layers + 1)):
             both = sorted(set(lac.kda_layers) & set(lac.full_attn_layers))
             raise ValueError(
                 "linear_attn_config.kda_layers and full_attn_layers must name each layer from 1 "

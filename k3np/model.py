@@ -127,6 +127,14 @@ def head(state, params, cfg):
     return value, pullback
 
 
+def cut(state, last):
+    """The Depth of the `last` positions alone (None: of all), when only their logits are wanted."""
+    if last is None:
+        return state
+    keep = slice(max(0, state.partial.shape[1] - last), None)
+    return Depth(tuple(b[:, keep] for b in state.blocks), state.partial[:, keep])
+
+
 def forward(params, input_ids, cfg, cache=None, images=None, mask=None, last=None, taps=False):
     """Logits of a piece of text, and the cache that the next piece needs.
 
@@ -163,10 +171,7 @@ def forward(params, input_ids, cfg, cache=None, images=None, mask=None, last=Non
             seen.routings.append(routing)
     if taps:
         seen.mixtures.append(read(state, params["language_model"]["model"], "output_attn_res", cfg))
-    if last is not None:
-        keep = slice(max(0, x.shape[1] - last), None)
-        state = Depth(tuple(b[:, keep] for b in state.blocks), state.partial[:, keep])
-    value = head(state, params, cfg), Cache(tuple(after), length)
+    value = head(cut(state, last), params, cfg), Cache(tuple(after), length)
     return (*value, seen) if taps else value
 
 
