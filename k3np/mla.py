@@ -79,12 +79,12 @@ def _room(entries, new):
 def mla_shapes(cfg):
     """Shapes of an MLA layer's parameters by released name."""
     d, H, R, P = cfg.hidden_size, cfg.num_attention_heads, cfg.kv_lora_rank, cfg.qk_rope_head_dim
-    N, V, low = cfg.qk_nope_head_dim, cfg.v_head_dim, cfg.q_lora_rank
-    query = {"q_proj": (H * (N + P), d)} if low is None else {
-        "q_a_proj": (low, d), "q_a_layernorm": (low,), "q_b_proj": (H * (N + P), low)}
+    K, V, low = cfg.qk_nope_head_dim, cfg.v_head_dim, cfg.q_lora_rank
+    query = {"q_proj": (H * (K + P), d)} if low is None else {
+        "q_a_proj": (low, d), "q_a_layernorm": (low,), "q_b_proj": (H * (K + P), low)}
     gate = {"g_proj": (H * V, d)} if cfg.mla_use_output_gate else {}
     return {**query, "kv_a_proj_with_mqa": (R + P, d), "kv_a_layernorm": (R,),
-            "kv_b_proj": (H * (N + V), R), **gate, "o_proj": (d, H * V)}
+            "kv_b_proj": (H * (K + V), R), **gate, "o_proj": (d, H * V)}
 
 
 @differentiable
@@ -92,7 +92,7 @@ def mla_layer(x, p, cfg, cache=None, absorbed=None, mask=None, cu_seqlens=None):
     """The Gated MLA layer: latent, attention of all heads to it, gate, projection. No positions.
 
     q = RMS(x Wqa) Wqb; [c | k'] = x Wkva, c = RMS(c); for each head [k | v] = c Wkvb,
-    o = softmax(q [k | k']^T (N + P)^-1/2) v; y = [o . sigma(x Wg)] Wo. The report's Eq. 7.
+    o = softmax(q [k | k']^T (K + P)^-1/2) v; y = [o . sigma(x Wg)] Wo. The report's Eq. 7.
 
     A plain query projection (q_lora_rank None) and a layer without a gate, as in Kimi Linear,
     follow from the config. Both norms use eps 1e-6. The P numbers that elsewhere carry a rotation
@@ -157,7 +157,7 @@ def mla_layer(x, p, cfg, cache=None, absorbed=None, mask=None, cu_seqlens=None):
 
 
 def _queries(x, p, cfg):
-    """Queries of all heads, x [B,T,d] -> (q [B,T,H,N+P], pullback)."""
+    """Queries of all heads, x [B,T,d] -> (q [B,T,H,K+P], pullback)."""
     heads = (*x.shape[:2], cfg.num_attention_heads, cfg.qk_nope_head_dim + cfg.qk_rope_head_dim)
     if cfg.q_lora_rank is None:
         q, pull = linear.vjp(x, p["q_proj"])
@@ -194,29 +194,29 @@ def _entries(x, p, cfg):
 def prefer_absorbed(T, S, cfg):
     """Whether T queries to S entries cost fewer multiplications in the absorbed form than in the
     expanded one, which makes keys and values of all S entries but then works on narrower heads."""
-    R, P, N, V = cfg.kv_lora_rank, cfg.qk_rope_head_dim, cfg.qk_nope_head_dim, cfg.v_head_dim
-    return T * R * (N + V) + T * S * (R + P + R) < S * R * (N + V) + T * S * (N + P + V)
+    R, P, K, V = cfg.kv_lora_rank, cfg.qk_rope_head_dim, cfg.qk_nope_head_dim, cfg.v_head_dim
+    return T * R * (K + V) + T * S * (R + P + R) < S * R * (K + V) + T * S * (K + P + V)
 
 
 def _attend_expanded(q, entries, w, cfg, pad):
     """softmax(q [c Wk | k']^T) (c Wv): keys and values of every head are made first.
 
-    Args: q [B,T,H,N+P]; entries [B,S,R+P]; w, kv_b_proj [H(N+V),R]; pad [B] or None.
+    Args: q [B,T,H,K+P]; entries [B,S,R+P]; w, kv_b_proj [H(K+V),R]; pad [B] or None.
     Returns: (o [B,T,H,V], pullback to q, entries and w).
     """
-    R, N = cfg.kv_lora_rank, cfg.qk_nope_head_dim
+    R, K = cfg.kv_lora_rank, cfg.qk_nope_head_dim
     B, S, H = *entries.shape[:2], q.shape[2]
-    kv, pull_kv = linear.vjp(entries[..., :R], w)                            # [B,S,H(N+V)]
+    kv, pull_kv = linear.vjp(entries[..., :R], w)                            # [B,S,H(K+V)]
     heads = kv.reshape(B, S, H, -1)
     shared = np.broadcast_to(entries[:, :, None, R:], (B, S, H, cfg.qk_rope_head_dim))
-    k = np.concatenate([heads[..., :N], shared], axis=-1)                    # [B,S,H,N+P]
-    o, pull = attention.vjp(q, k, heads[..., N:], q.shape[-1] ** -0.5, True, pad=pad)
+    k = np.concatenate([heads[..., :K], shared], axis=-1)                    # [B,S,H,K+P]
+    o, pull = attention.vjp(q, k, heads[..., K:], q.shape[-1] ** -0.5, True, pad=pad)
 
     def pullback(ct):
         ct_q, ct_k, ct_v, *_ = pull(ct)
-        ct_heads = np.concatenate([ct_k[..., :N], ct_v], axis=-1)
+        ct_heads = np.concatenate([ct_k[..., :K], ct_v], axis=-1)
         ct_latent, ct_w = pull_kv(ct_heads.reshape(kv.shape))
-        return ct_q, np.concatenate([ct_latent, ct_k[..., N:].sum(axis=2)], axis=-1), ct_w
+        return ct_q, np.concatenate([ct_latent, ct_k[..., K:].sum(axis=2)], axis=-1), ct_w
     return o, pullback
 
 
@@ -225,11 +225,11 @@ def _attend_absorbed(q, entries, w, cfg, pad):
 
     Args, Returns: as `_attend_expanded`.
     """
-    R, N, H = cfg.kv_lora_rank, cfg.qk_nope_head_dim, q.shape[2]
+    R, K, H = cfg.kv_lora_rank, cfg.qk_nope_head_dim, q.shape[2]
     by_head = w.reshape(H, -1, R)
-    w_k, w_v = by_head[:, :N], by_head[:, N:]                                # [H,N,R], [H,V,R]
-    nope = q[..., :N].swapaxes(1, 2)                                         # [B,H,T,N]
-    wide = np.concatenate([(nope @ w_k).swapaxes(1, 2), q[..., N:]], axis=-1)    # [B,T,H,R+P]
+    w_k, w_v = by_head[:, :K], by_head[:, K:]                                # [H,K,R], [H,V,R]
+    nope = q[..., :K].swapaxes(1, 2)                                         # [B,H,T,K]
+    wide = np.concatenate([(nope @ w_k).swapaxes(1, 2), q[..., K:]], axis=-1)    # [B,T,H,R+P]
     key, value = entries[:, :, None], entries[:, :, None, :R]                # [B,S,1,.], views
     mixed, pull = attention.vjp(wide, key, value, q.shape[-1] ** -0.5, True, pad=pad)
     mixed = mixed.swapaxes(1, 2)                                             # [B,H,T,R]

@@ -335,31 +335,31 @@ def test_packed_documents_do_not_leak(absorbed):
 
 def layer_again(x, p, cfg, **wrong):
     """The layer written again, one head and query at a time, with one thing wrong; or released."""
-    H, R, N, P, V = (cfg.num_attention_heads, cfg.kv_lora_rank, cfg.qk_nope_head_dim,
+    H, R, K, P, V = (cfg.num_attention_heads, cfg.kv_lora_rank, cfg.qk_nope_head_dim,
                      cfg.qk_rope_head_dim, cfg.v_head_dim)
     B, T, eps = *x.shape[:2], wrong.get("eps", 1e-6)
     if "q_proj" in p:
         q = linear(x, p["q_proj"])
     else:
         q = linear(rms_norm(linear(x, p["q_a_proj"]), p["q_a_layernorm"], eps), p["q_b_proj"])
-    q = q.reshape(B, T, H, N + P)
+    q = q.reshape(B, T, H, K + P)
     c = linear(x, p["kv_a_proj_with_mqa"])
     latent, shared = rms_norm(c[..., :R], p["kv_a_layernorm"], eps), c[..., R:]
     rotate = wrong.get("rotate", lambda a: a)
-    q = np.concatenate([q[..., :N], rotate(q[..., N:])], axis=-1)
+    q = np.concatenate([q[..., :K], rotate(q[..., K:])], axis=-1)
     shared = rotate(wrong.get("shared", lambda a: a)(shared)[:, :, None])[:, :, 0]
     kv = linear(latent, p["kv_b_proj"])
     if wrong.get("split") == "keys, then values":
-        k, v = kv[..., :H * N].reshape(B, T, H, N), kv[..., H * N:].reshape(B, T, H, V)
+        k, v = kv[..., :H * K].reshape(B, T, H, K), kv[..., H * K:].reshape(B, T, H, V)
     else:
-        kv = kv.reshape(B, T, H, N + V)
-        k, v = kv[..., :N], kv[..., N:]
+        kv = kv.reshape(B, T, H, K + V)
+        k, v = kv[..., :K], kv[..., K:]
     o = np.zeros((B, T, H, V))
     for b, t, h in np.ndindex(B, T, H):
         keys = np.concatenate([k[b, :t + 1, h], shared[b, :t + 1]], axis=1)
         if wrong.get("slots") == "left out":
             keys = np.concatenate([k[b, :t + 1, h], 0 * shared[b, :t + 1]], axis=1)
-        scores = keys @ q[b, t, h] * wrong.get("scale", (N + P) ** -0.5)
+        scores = keys @ q[b, t, h] * wrong.get("scale", (K + P) ** -0.5)
         weights = np.exp(scores - scores.max())
         o[b, t, h] = weights / weights.sum() @ v[b, :t + 1, h]
     gate = sigmoid(linear(x, p["g_proj"])).reshape(B, T, H, V) if "g_proj" in p else 1
