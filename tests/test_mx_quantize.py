@@ -59,7 +59,7 @@ def judge(x, fmt, rule):
     """Codes and scale bytes of float32 blocks [N, 32] by ml_dtypes, which is exact from float32."""
     amax = np.abs(x.astype(np.float64)).max(axis=1)
     byte = judge_scale(amax, fmt, rule)
-    scaled = np.ldexp(x.astype(np.float64), 127 - byte.astype(int)[:, None])
+    scaled = np.ldexp(x.astype(np.float64), 127 - byte.astype(np.int32)[:, None])
     scaled = np.clip(scaled, -find(fmt).max, find(fmt).max)
     if fmt == "int8":
         return np.rint(scaled * 64).astype(np.int8).view(np.uint8), byte
@@ -71,9 +71,9 @@ def edge_blocks(fmt, rng):
     """Over 100,000 finite float32 blocks: every exponent, ties, neighbours of thresholds."""
     f = find(fmt)
     parts = []
-    exponents = np.arange(-149, 128)
+    exponents = np.arange(-149, 128, dtype=np.int32)
     signs = rng.choice([-1.0, 1.0], (60, len(exponents), 32))
-    spread = rng.integers(-f.m_bits - 2 - f.emax + f.emin, 1, signs.shape)
+    spread = rng.integers(-f.m_bits - 2 - f.emax + f.emin, 1, signs.shape, dtype=np.int32)
     parts.append(np.ldexp((1 + rng.random(signs.shape)) * signs, exponents[:, None] + spread))
     table = np.unique(np.abs(values(fmt)[np.isfinite(values(fmt))].astype(np.float64)))
     middle = (table[1:] + table[:-1]) / 2
@@ -461,13 +461,14 @@ def test_golden_rejects_a_scale_by_float32_log2():
              and by_log2[case["mode"]](np.abs(case["x"]).max(), find(case["fmt"])) != case["scale"]
              and np.abs(case["x"]).max() > 1e-30}
     assert "log2-floor-hi" in wrong
-    near = np.nextafter(np.ldexp(np.float32(1), np.arange(-40, 41)), np.float32(0))
+    powers = np.ldexp(np.float32(1), np.arange(-40, 41, dtype=np.int32))
+    near = np.nextafter(powers, np.float32(0))
     x = np.zeros((81, 32), np.float32)
     x[:, 0] = near
     right = quantize(x, "e2m1", "floor").scales[:, 0]
     assert np.array_equal(right, judge_scale(near.astype(np.float64), "e2m1", "floor"))
     assert (right != [floor_by_log2(v, find("e2m1")) for v in near]).sum() > 40
-    x[:, 0] = above = np.nextafter(np.ldexp(np.float32(6), np.arange(-40, 41)), np.float32(np.inf))
+    x[:, 0] = above = np.nextafter(6 * powers, np.float32(np.inf))
     right = quantize(x, "e2m1", "rceil").scales[:, 0]
     assert np.array_equal(right, judge_scale(above.astype(np.float64), "e2m1", "rceil"))
     assert (right != [rceil_by_log2(v, find("e2m1")) for v in above]).sum() > 40

@@ -57,7 +57,7 @@ def encode_blocks(blocks, f, rule, rounding="even", rng=None):
     scales = scale_bytes(amax, f, rule)
     bad = scales == E8M0_NAN
     unit = np.where(bad[..., None], 0.0, blocks)
-    shift = np.where(bad, 0, 127 - scales.astype(np.int64))
+    shift = np.where(bad, 0, 127 - scales.astype(np.int32))
     scaled = np.ldexp(unit, shift[..., None])                   # exact: float64 has the room
     return encode(scaled, f, rounding, rng), scales
 

@@ -88,7 +88,8 @@ def _values(f):
         magnitude = codes & ((1 << (f.n_bits - 1)) - 1)
     field, fraction = magnitude >> f.m_bits, magnitude & ((1 << f.m_bits) - 1)
     significand = fraction + np.where(field > 0, 1 << f.m_bits, 0)
-    table = np.ldexp(significand, np.maximum(field, 1) - 1 + f.emin - f.m_bits)
+    exponent = np.maximum(field, 1) - 1 + f.emin - f.m_bits
+    table = np.ldexp(significand.astype(np.float64), exponent.astype(np.int32))
     if f.nan is not None:
         table[magnitude > f.max_code] = np.nan
     if f.inf is not None:
@@ -141,7 +142,7 @@ def encode(x, fmt, rounding="even", rng=None):
         half = np.uint64(1) << (shift - np.uint64(1))
         up = (rest > half) | ((rest == half) & (kept & 1 == 1))
     else:
-        up = rng.random(x.shape) < np.ldexp(rest.astype(np.float64), -cut)
+        up = rng.random(x.shape) < np.ldexp(rest.astype(np.float64), -cut.astype(np.int32))
     magnitude = kept.astype(np.int64) + up                      # a carry moves to the next binade
     magnitude += np.maximum(exponent - f.emin, 0) << f.m_bits
     magnitude = np.minimum(magnitude, f.max_code)

@@ -18,6 +18,7 @@ LAYOUTS = {"compressed-tensors": ("weight_packed", "weight_scale"),
            "gpt-oss": ("blocks", "scales"),
            "gguf": ("data",)}
 BLOCK = 32
+PIECE = 32768                       # bytes worked on at once: what fits a cache
 
 
 def pack_nibbles(codes):
@@ -29,17 +30,22 @@ def pack_nibbles(codes):
     if codes.ndim == 0 or codes.shape[-1] % 2:
         raise ValueError(f"codes have shape {codes.shape}; two share a byte, so the last axis must "
                          "be even: append a code of 0")
-    words = np.ascontiguousarray(codes).view("<u2")                  # low byte: even element
-    return (words | words >> 4).astype(np.uint8)
+    words = np.ascontiguousarray(codes).view("<u2").reshape(-1)      # low byte: even element
+    packed = np.empty(words.size, np.uint8)
+    for i in range(0, words.size, PIECE):
+        word = words[i:i + PIECE]
+        np.copyto(packed[i:i + PIECE], word | word >> 4, casting="unsafe")
+    return packed.reshape(*codes.shape[:-1], codes.shape[-1] // 2)
 
 
 def unpack_nibbles(packed):
     """One code a byte from two: [.., n/2] -> [.., n], low nibble first. The values are uint8."""
     packed = _bytes("packed", packed)
-    codes = np.empty((*packed.shape, 2), np.uint8)
-    np.bitwise_and(packed, 15, out=codes[..., 0])
-    np.right_shift(packed, 4, out=codes[..., 1])
-    return codes.reshape(*packed.shape[:-1], 2 * packed.shape[-1])
+    flat, words = np.ascontiguousarray(packed).reshape(-1), np.empty(packed.size, "<u2")
+    for i in range(0, flat.size, PIECE):
+        word = flat[i:i + PIECE].astype("<u2")
+        np.bitwise_and(word | word << 4, 0x0F0F, out=words[i:i + PIECE])
+    return words.view(np.uint8).reshape(*packed.shape[:-1], 2 * packed.shape[-1])
 
 
 def pack(mx, layout="compressed-tensors"):
