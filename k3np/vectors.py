@@ -49,3 +49,14 @@ def golden(name):
     case.update({prefix: nest(tree) for prefix, tree in trees.items() if tree})
     case["meta"] = json.loads(path.with_suffix(".json").read_text(encoding="utf8"))
     return case
+
+
+def golden_json(name):
+    """Read the JSON `name`, such as "supernode/measurements", beside the golden cases.
+
+    Raises: FileNotFoundError naming the file.
+    """
+    path = _folder() / f"{name}.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{path.name}: no such file in {path.parent}")
+    return json.loads(path.read_text(encoding="utf-8"))

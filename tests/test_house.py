@@ -22,9 +22,10 @@ ORDER = ["__init__", "config", "count", "tree", "ops", "situ", "kda.recurrent", 
          "mx",
          "checkpoint_files", "checkpoint", "checkpoint_save", "traps",
          "generate", "chat", "prefix_cache", "muon", "train",
-         "supernode", "supernode.fabric", "supernode.flow", "supernode.collectives",
+         "supernode.fabric", "supernode.flow", "supernode.schedules", "supernode.engine",
+         "supernode.collectives", "supernode.measured", "supernode",
          "supernode.expert_parallel", "supernode.moonep", "supernode.pipeline",
-         "supernode.serving", "supernode.trace", "show", "vectors", "__main__"]
+         "supernode.serving", "show", "supernode.trace", "vectors", "__main__"]
 FILES = sorted(p for p in PACKAGE.rglob("*.py") if "_ipython" not in p.parts)
 
 
