@@ -46,7 +46,7 @@ def save(folder, cfg, params, overwrite=False, rule="floor"):
 
 
 def _write(scratch, cfg, params, expected, rule):
-    from safetensors.numpy import save_file
+    save_file = _save_file()
     groups = {}
     for name in expected:
         layer = LAYER.fullmatch(name)
@@ -65,6 +65,16 @@ def _write(scratch, cfg, params, expected, rule):
         (scratch / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf8")
     for path in (*scratch.iterdir(), scratch):
         _sync(path)
+
+
+def _save_file():
+    try:
+        import ml_dtypes  # noqa: F401  (makes NumPy know bfloat16)
+        from safetensors.numpy import save_file
+    except ImportError:
+        raise ImportError("writing checkpoints needs an extra: "
+                          "pip install 'k3np[checkpoint]'") from None
+    return save_file
 
 
 def _stored(params, name, expected, rule):
@@ -88,7 +98,7 @@ def _stored(params, name, expected, rule):
         if name.endswith("A_log") and len(array) < shape[0]:
             array = np.pad(array, (0, shape[0] - len(array)))
         _check_finite(name, array)
-        arrays = {name: _cast(array, dtype)}
+        arrays = {name: array.astype(np.dtype(dtype))}   # bfloat16 by ml_dtypes
     for key, value in arrays.items():
         if value.shape != tuple(expected[key][0]):
             raise ValueError(f"params: {key} has shape {value.shape}; cfg gives "
@@ -99,13 +109,6 @@ def _stored(params, name, expected, rule):
 def _check_finite(name, array):
     if not np.isfinite(array).all():
         raise ValueError(f"params: {name} holds NaN or infinity")
-
-
-def _cast(array, dtype):
-    if dtype == "bfloat16":
-        import ml_dtypes
-        dtype = ml_dtypes.bfloat16
-    return array.astype(dtype)
 
 
 def _find(params, name):

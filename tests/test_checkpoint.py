@@ -486,7 +486,12 @@ def test_the_command_runs_as_a_module_and_its_bar_moves():
 
 
 @pytest.mark.errors
-def test_without_the_extra(monkeypatch):
+def test_without_the_extra(monkeypatch, tmp_path):
+    cfg, params = load(RELEASED)
     monkeypatch.setitem(sys.modules, "safetensors", None)
+    monkeypatch.delitem(sys.modules, "safetensors.numpy", raising=False)
+    with pytest.raises(ImportError, match=r"pip install 'k3np\[checkpoint\]'"):
+        save(tmp_path / "x", cfg, params)
+    assert not list(tmp_path.iterdir())
     with pytest.raises(ImportError, match=r"pip install 'k3np\[checkpoint\]'"):
         inspect(RELEASED)
