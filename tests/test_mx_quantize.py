@@ -1,6 +1,4 @@
 """Blocks: codes and scales against judges that share no code, policies, every axis and dtype."""
-import json
-import pathlib
 import tracemalloc
 from fractions import Fraction
 
@@ -23,13 +21,13 @@ from k3np.mx.quantize import (
     quantize,
     quantize_slow,
 )
-from k3np.vectors import golden
+from k3np.vectors import golden, golden_json
 
-HERE = pathlib.Path(__file__).parent
 ML = {"e2m1": ml_dtypes.float4_e2m1fn, "e2m3": ml_dtypes.float6_e2m3fn,
       "e3m2": ml_dtypes.float6_e3m2fn, "e4m3": ml_dtypes.float8_e4m3fn,
       "e5m2": ml_dtypes.float8_e5m2}
-CASES = json.loads((HERE / "golden" / "mx_cases.json").read_text(encoding="utf8"))
+CASES = golden_json("mx_cases")
+ELSEWHERE = golden_json("mx_policies")          # what five libraries do
 by_format = pytest.mark.parametrize("fmt", FORMATS)
 by_rule = pytest.mark.parametrize("rule", RULES)
 
@@ -267,6 +265,46 @@ def test_the_table_of_policies(x, fmt, rule, byte, decoded):
         assert same(dequantize(mx)[:len(x)], np.float32(decoded))
         assert byte != 255 or not mx.codes.any()
     assert same(fake_quantize(block, fmt, rule)[:len(x)], np.float32(decoded))
+
+
+def floats(values):
+    return np.array([float(v) for v in values], np.float32)
+
+
+@pytest.mark.golden
+def test_who_agrees_on_the_hard_cases():
+    """Frozen: for each case the libraries whose first three values are those of the same rule."""
+    agree = {}
+    for name, case in ELSEWHERE["encode"].items():
+        x = np.zeros(32, np.float32)
+        x[:3] = floats(case["x"])
+        x[3] = 4 if name.startswith("ties") else 0
+        for library, (byte, decoded) in case["result"].items():
+            rule = {"torchao floor": "floor", "gguf": "floor", "compressed-tensors": "even175"
+                    }.get(library, "rceil")
+            mx = quantize(x, "e2m1", rule)
+            if same(dequantize(mx)[:3], floats(decoded)):
+                agree.setdefault(name, {})[library] = bool(mx.scales[0] == byte)
+    assert agree == {
+        "zeros": {"torchao floor": True, "torchao rceil": True, "gguf": True, "mlx": False},
+        "NaN": {"torchao floor": True, "torchao rceil": True},
+        "exact -0": {"torchao floor": True, "torchao rceil": True},
+        "-0.0001 beside 4": {"torchao floor": True, "torchao rceil": True,
+                             "compressed-tensors": True},
+        "FLT_MAX, 1e38": {"torchao floor": True, "torchao rceil": True, "mlx": True,
+                          "gguf": False},
+        "ties 3.5, 1.75, 0.25 beside 4": {"torchao floor": True, "torchao rceil": True,
+                                          "compressed-tensors": True}}
+
+
+@pytest.mark.golden
+def test_who_agrees_on_the_ends_of_the_scale():
+    codes = np.zeros(32, np.uint8)
+    codes[:3] = 1, 2, 7
+    for byte, results in ELSEWHERE["decode"].items():
+        mx = MXArray(codes, np.array([int(byte)], np.uint8), "e2m1", (32,), 0, 32)
+        agree = {name for name, v in results.items() if same(dequantize(mx)[:3], floats(v))}
+        assert agree == ({"torchao"} if byte == "255" else set(results))
 
 
 @pytest.mark.property
