@@ -13,7 +13,8 @@ from k3np.count import N_BYTES
 
 INDEX = "model.safetensors.index.json"
 STORED = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64", "U8": "uint8"}
-MAX_JSON_BYTES = 1 << 27                     # the released index has half of it
+MAX_INDEX_BYTES = 1 << 27                    # the released one has about half of it
+MAX_CONFIG_BYTES = 1 << 20                   # the released one has about 4 kB
 
 
 class Tensor(NamedTuple):
@@ -44,10 +45,11 @@ def read_headers(folder, shard, promised):
         yield Tensor(name, shape, dtype, n_bytes, shard)
 
 
-def read_json(path):
-    if path.stat().st_size > MAX_JSON_BYTES:
-        raise ValueError(f"{path}: {path.stat().st_size} bytes; more than {MAX_JSON_BYTES} are no "
-                         "index or config")
+def read_json(path, max_bytes):
+    """The value in a JSON file; ValueError naming it if it is longer than max_bytes or broken."""
+    if path.stat().st_size > max_bytes:
+        raise ValueError(f"{path}: {path.stat().st_size} bytes; such a file has at most "
+                         f"{max_bytes}")
     try:
         return json.loads(path.read_text(encoding="utf8"))
     except (ValueError, RecursionError) as error:
@@ -67,10 +69,11 @@ def inside(folder, name):
 
 
 def read_config(folder):
+    """The K3Config of a folder; every complaint names the file."""
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such folder")
     path = inside(folder, "config.json")
-    whole = read_json(path)
+    whole = read_json(path, MAX_CONFIG_BYTES)
     if not isinstance(whole, dict):
         raise ValueError(f"{path}: not a JSON object")
     try:
@@ -85,7 +88,7 @@ def promised_tensors(folder):
         if (folder / "model.safetensors").exists():
             return {inside(folder, "model.safetensors").name: set()}
         raise FileNotFoundError(f"{folder / INDEX}: no such file, and no model.safetensors either")
-    index = read_json(inside(folder, INDEX))
+    index = read_json(inside(folder, INDEX), MAX_INDEX_BYTES)
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map or not all(
             isinstance(shard, str) for shard in weight_map.values()):
@@ -99,6 +102,7 @@ def promised_tensors(folder):
 
 
 def open_shard(folder, shard) -> Any:
+    """A handle on a shard, its header read and held against its length by safetensors."""
     try:
         import ml_dtypes  # noqa: F401  (makes NumPy know bfloat16)
         from safetensors import SafetensorError, safe_open

@@ -338,6 +338,7 @@ HOSTILE = {
     "index without a map": (write(INDEX, "{}"), f"{INDEX}: weight_map must map"),
     "index that is no JSON": (write(INDEX, "{"), f"{INDEX}: not valid JSON"),
     "index too deep": (write(INDEX, "[" * 200_000), f"{INDEX}: not valid JSON"),
+    "config of 2 MB": (write("config.json", " " * (2 << 20)), "config.json: 2097152 bytes; such a"),
     "no index": (lambda f: (f / INDEX).unlink(), f"{INDEX}: no such file"),
     "half a pair, no scale": (lambda f: drop(f, f"{EXPERT}_scale"),
                               rf"{SHARD}: tensor {EXPERT}_scale is missing"),
@@ -405,6 +406,26 @@ def test_hostile_folders_are_refused_by_name_in_bounded_memory(case, folder, cap
     out, err = capsys.readouterr()
     assert code == 2 or case == "NaN scale"              # an expert that is not chosen is not read
     assert err.count("\n") <= 1 and "Traceback" not in err
+
+
+@pytest.mark.errors
+@pytest.mark.parametrize("name", ("config.json", INDEX, "model-00002-of-000002.safetensors"))
+def test_changed_bytes_are_refused_or_make_no_difference_to_the_reader(name, folder):
+    """Bytes of each file's beginning are changed at random: an answer or a clear error, always."""
+    rng = np.random.default_rng(0)
+    original = (folder / name).read_bytes()
+    refused = 0
+    for _ in range(40):
+        raw = bytearray(original)
+        for at in rng.integers(0, min(len(raw), 4000), rng.integers(1, 4)):
+            raw[at] = rng.integers(256)
+        (folder / name).write_bytes(raw)
+        try:
+            load(folder)
+        except (ValueError, FileNotFoundError) as error:
+            refused += 1
+            assert str(folder) in str(error), error
+    assert refused > 10
 
 
 @pytest.mark.errors

@@ -2,6 +2,7 @@
 import dataclasses
 import functools
 import json
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -242,6 +243,19 @@ def test_float32_stays_float32_and_close():
     assert single.dtype == np.float32
     assert all(a.dtype == np.float32 for a in leaves([c[0] for c in cache.layers]))
     assert rel(single, forward(params, ids, cfg)[0]) < 2e-3
+
+
+@pytest.mark.property
+def test_memory_of_a_forward_grows_with_the_text_and_not_with_its_square():
+    params, cfg = small()
+    peaks = []
+    for T in (512, 2048):
+        ids = np.zeros((1, T), int)
+        tracemalloc.start()
+        forward(params, ids, cfg, last=1)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 4.5 * peaks[0]
 
 
 @pytest.mark.property
