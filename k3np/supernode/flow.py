@@ -134,8 +134,8 @@ def simulate(paths, capacity, n_bytes, start_s=0.0, batch=0.0):
     """Let flows share the links until all have arrived.
 
     Rates are found anew whenever a flow starts or ends. `batch` > 0 joins completions that fall
-    within that fraction of a step. That is an approximation: what a finished flow frees is given
-    out a little late.
+    within that fraction of the time since 0. That is an approximation: what a finished flow frees
+    is given out a little late, by at most that fraction.
 
     Args: paths [F,J], link numbers, -1 where a path is shorter; capacity [L], bytes/s; n_bytes [F];
         start_s, when each flow enters, scalar or [F]; batch, 0 for exact.
@@ -161,7 +161,8 @@ def simulate(paths, capacity, n_bytes, start_s=0.0, batch=0.0):
         running, waiting = np.append(running, waiting[:n_ready]), waiting[n_ready:]
         rates, tight = _rates(columns[:, running], capacity)
         until = left[running] / rates
-        step = until.min() * (1 + max(batch, 1e-12))             # 1e-12: ties but for rounding
+        first = until.min()
+        step = first * (1 + 1e-12) + (now + first) * batch       # 1e-12: ties but for rounding
         pause = start[waiting[0]] - now if len(waiting) else np.inf
         done = until <= min(step, pause)
         finish[running[done]] = now + until[done]
