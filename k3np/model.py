@@ -153,6 +153,8 @@ def forward(params, input_ids, cfg, cache=None, images=None, mask=None, last=Non
     layers = params["language_model"]["model"]["layers"]
     if np.ndim(input_ids) == 3:
         x = np.asarray(input_ids)
+        if images is not None:
+            raise ValueError("input_ids are vectors [B,T,d] already; give images to embed")
         check_shapes(input_ids=(x, f"B T {cfg.hidden_size}"))
     else:
         x = embed(params, input_ids, cfg, images)
@@ -210,8 +212,10 @@ def loss_and_routings(params, batch, cfg):
     ids, images = check_ids(batch["input_ids"], cfg), batch.get("images")
     (value, routings), pull = logits.vjp(params, ids, cfg, images)
     where = expand(ids, cfg, images)
-    labels = np.asarray(batch.get("labels", ids)).reshape(-1)
-    labels = np.where(where < 0, labels[-1 - np.minimum(where, -1)], cfg.ignore_index)
+    labels = np.asarray(batch.get("labels", ids))
+    if labels.shape != ids.shape:
+        raise ValueError(f"labels has shape {labels.shape}; expected that of input_ids {ids.shape}")
+    labels = np.where(where < 0, labels.reshape(-1)[-1 - np.minimum(where, -1)], cfg.ignore_index)
     mean, pull_ce = cross_entropy.vjp(value[:, :-1], labels[:, 1:], cfg.ignore_index)
 
     def pullback(ct):

@@ -447,3 +447,16 @@ def test_pictures_that_do_not_fit():
         forward(params, ids, cfg, images=images._replace(pixel_values=images.pixel_values[:-1]))
     with pytest.raises(ValueError, match="input_ids has shape"):
         forward(params, np.ones((1, 2, 3)), cfg)
+    with pytest.raises(ValueError, match="give images to embed"):
+        forward(params, np.ones((1, 2, cfg.hidden_size)), cfg, images=images)
+
+
+@pytest.mark.errors
+def test_labels_that_do_not_fit():
+    params, cfg = small()
+    ids = np.array([[1, 2, 3]])
+    with pytest.raises(ValueError, match=r"labels has shape \(1, 2\); .* \(1, 3\)"):
+        loss(params, {"input_ids": ids, "labels": ids[:, 1:]}, cfg)
+    nothing = np.full_like(ids, cfg.ignore_index)
+    with pytest.raises(ValueError, match="holds only ignore_index"):
+        loss(params, {"input_ids": ids, "labels": nothing}, cfg)
