@@ -135,7 +135,7 @@ def simulate(paths, capacity, n_bytes, start_s=0.0, batch=0.0):
 
     Rates are found anew whenever a flow starts or ends. `batch` > 0 joins completions that fall
     within that fraction of the time since 0. That is an approximation: what a finished flow frees
-    is given out a little late, by at most that fraction.
+    is given out a little late.
 
     Args: paths [F,J], link numbers, -1 where a path is shorter; capacity [L], bytes/s; n_bytes [F];
         start_s, when each flow enters, scalar or [F]; batch, 0 for exact.
