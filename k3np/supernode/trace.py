@@ -74,7 +74,7 @@ def gantt(ax, trace, color_by="round", unit_s=1e-6, labels=True):
     Args: ax; trace; color_by, "round" or "dst"; unit_s of the axis of time; labels, whether a bar
         says where it goes.
     """
-    from k3np.show import PALETTE
+    from k3np.show import BLUE, GREY, PALETTE, RED
     lane = lanes(trace)
     senders = sorted(set(trace.src.tolist()))
     row = {src: i for i, src in enumerate(senders)}
@@ -89,7 +89,8 @@ def gantt(ax, trace, color_by="round", unit_s=1e-6, labels=True):
                        linewidth=0.6)
         if labels and height > 0.3:
             ax.text(start + long / 2, low + height / 2, str(dst) if dst >= 0 else "s", ha="center",
-                    va="center", fontsize=7, color="black")
+                    va="center", fontsize=7,
+                    color="white" if color in (BLUE, RED, GREY) else "black")
     ax.set(yticks=range(len(senders)), xlabel=f"time, {'us' if unit_s == 1e-6 else 's'}",
            yticklabels=[str(s) if s >= 0 else "switch" for s in senders], ylabel="sender")
     ax.invert_yaxis()
