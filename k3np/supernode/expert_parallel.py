@@ -85,7 +85,7 @@ def expert_parallel_moe(x, p, cfg, dedup="rank", out="exact", back="exact", node
     Source: report §5.2.1 and §5.4.2; DeepEP for the two ways back.
     """
     check_shapes(x=(x, f"R S {cfg.hidden_size}"))
-    (n_ranks, S), latent = x.shape[:2], cfg.routed_expert_hidden_size
+    n_ranks, latent = len(x), cfg.routed_expert_hidden_size
     node, relay = relays(n_ranks, dedup, node)
     routing = router(x, p["gate"], cfg)
     dest = destinations(routing.indices, cfg.num_experts, quota)
