@@ -76,6 +76,14 @@ def test_every_chapter_is_in_the_table_of_contents_in_order():
     assert listed, "a book without chapters"
 
 
+def test_a_chapters_number_is_its_place():
+    """Sphinx numbers pages in order, so a chapter that is not written yet keeps its place."""
+    toc = yaml.safe_load((ROOT / "book" / "_toc.yml").read_text())
+    numbered = [c["file"].rpartition("/")[2].removeprefix("planned_")[:2]
+                for part in toc["parts"] if part.get("numbered") for c in part["chapters"]]
+    assert numbered == [f"{i:02d}" for i in range(1, len(numbered) + 1)]
+
+
 def test_every_prose_page_is_in_the_table_of_contents():
     listed = {f.removeprefix("book/") for f in toc_files() if f.startswith("book/")}
     assert listed == {p.stem for p in (ROOT / "book").glob("*.md")}
