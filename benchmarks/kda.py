@@ -9,11 +9,10 @@ for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
 
 import importlib.util
 import pathlib
-import statistics
-import time
 import tracemalloc
 
 import numpy as np
+from timing import interleaved
 
 from k3np.kda import kda_chunkwise, kda_recurrent
 from k3np.ops import sigmoid
@@ -27,19 +26,6 @@ def draw(T, floor=False, H=4, D=128):
     g = -5 * sigmoid(rng.standard_normal((1, T, H, D), np.float32) - 2)
     beta = sigmoid(rng.standard_normal((1, T, H), np.float32))
     return q, k, v, np.full_like(g, -5) if floor else g, beta
-
-
-def interleaved(calls, repeats):
-    """Median seconds of each call, all taken in turn so that a busy moment hits all alike."""
-    seconds = {name: [] for name in calls}
-    for call in calls.values():
-        call()
-    for _ in range(repeats):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            call()
-            seconds[name].append(time.perf_counter() - start)
-    return {name: statistics.median(s) for name, s in seconds.items()}
 
 
 def torch_functions():

@@ -13,7 +13,8 @@ import time
 import tracemalloc
 
 import numpy as np
-from kda import interleaved, torch_functions
+from kda import torch_functions
+from timing import interleaved
 
 from k3np.config import K3Config, LinearAttnConfig
 from k3np.count import parameters_of

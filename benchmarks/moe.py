@@ -8,10 +8,9 @@ for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[name] = "1"
 
 import dataclasses
-import statistics
-import time
 
 import numpy as np
+from timing import interleaved
 
 from k3np.balance import route
 from k3np.config import K3Config
@@ -31,19 +30,6 @@ def draw(width, inter):
     scores = sigmoid(rng.standard_normal((N, E), np.float32))
     indices, weights = route(scores, np.zeros(E, np.float32), K)
     return rng.standard_normal((N, width), np.float32), indices, weights, experts
-
-
-def interleaved(calls, repeats):
-    """Median seconds of each call, all taken in turn so that a busy moment hits all alike."""
-    seconds = {name: [] for name in calls}
-    for call in calls.values():
-        call()
-    for _ in range(repeats):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            call()
-            seconds[name].append(time.perf_counter() - start)
-    return {name: statistics.median(s) for name, s in seconds.items()}
 
 
 def main():

@@ -12,28 +12,12 @@ import time
 import tracemalloc
 
 import numpy as np
+from timing import seconds_in_turn
 
 from k3np.mx.pack import pack, unpack
 from k3np.mx.quantize import dequantize, fake_quantize, quantize
 
 REPEATS = 9
-
-
-def interleaved(calls, repeats=REPEATS):
-    """CPU seconds of each call, one list each, taken in turn so that a busy moment hits all.
-
-    On a quiet machine they equal the time that passes, since there is one thread; on a shared one
-    they leave out the time given to others.
-    """
-    seconds = {name: [] for name in calls}
-    for call in calls.values():
-        call()
-    for _ in range(repeats):
-        for name, call in calls.items():
-            start = time.process_time()
-            call()
-            seconds[name].append(time.process_time() - start)
-    return seconds
 
 
 def ours(x, out):
@@ -112,7 +96,7 @@ def memory(x, out):
 def main():
     x = np.random.default_rng(0).standard_normal((4096, 4096), np.float32)
     out = np.zeros_like(x)
-    seconds = interleaved(ours(x, out))
+    seconds = seconds_in_turn(ours(x, out), REPEATS, time.process_time)
     copy = seconds["np.copyto"]
     print(f"{'':<32} {'ms':>7} {'x copy':>7} {'bound':>6}   (medians of {REPEATS})")
     for name, s in seconds.items():
@@ -126,7 +110,7 @@ def main():
                  "MXFP8": lambda: dequantize(quantize(x, "e4m3"), out=out)}
         values = {"MXFP4 ": lambda: fake_quantize(x, out=out),
                   "MXFP8 ": lambda: fake_quantize(x, "e4m3", "rceil", out=out)}
-        seconds = interleaved(calls | codes | values, 5)
+        seconds = seconds_in_turn(calls | codes | values, 5, time.process_time)
         print(f"\n{'there and back':<32} {'ms':>7} {'/ ours by codes':>16} {'/ fake_quantize':>16}")
         for name in calls:
             kind = name.split()[-1]
