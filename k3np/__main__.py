@@ -1,4 +1,4 @@
-"""`python -m k3np`: look into a checkpoint, or run it on a few token ids."""
+"""`python -m k3np`: look into a checkpoint, run it on a few token ids, or time a step of serving."""
 import argparse
 import collections
 import sys
@@ -6,10 +6,15 @@ import sys
 import numpy as np
 
 from k3np.checkpoint import inspect, run_streamed
+from k3np.config import K3Config
+from k3np.show import table
+from k3np.supernode import serving
+from k3np.supernode.trace import write_json
 
 
 def main(argv=None):
-    """Run a command. Returns: 0; 1 when a checkpoint is not what its config says; 2 for errors."""
+    """Run a command. Returns: 0; 1 when a checkpoint is not what its config says, or a model fits
+    nowhere; 2 for errors."""
     parser = argparse.ArgumentParser(prog="python -m k3np", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     look = commands.add_parser("inspect", help="names, shapes, dtypes, bytes; nothing is loaded")
@@ -21,9 +26,11 @@ def main(argv=None):
     run.add_argument("--top", type=int, default=5, help="how many tokens to print")
     run.add_argument("--dtype", choices=("float32", "float64"), default="float32")
     run.add_argument("--out", help="write the logits of all positions to this .npy file")
+    _simulate_arguments(commands.add_parser(
+        "simulate", help="a decode step of K3 on groups of accelerators, part by part"))
     args = parser.parse_args(argv)
     try:
-        return (_inspect if args.command == "inspect" else _logits)(args)
+        return {"inspect": _inspect, "logits": _logits, "simulate": _simulate}[args.command](args)
     except (ValueError, OSError, ImportError, MemoryError) as error:
         print(f"k3np: {error or type(error).__name__}", file=sys.stderr)
         return 2
@@ -68,6 +75,60 @@ def _logits(args):
     for token in np.argsort(-row, kind="stable")[:args.top]:
         print(f"token {token:>6}  logit {row[token]:9.4f}  probability {np.exp(log_p[token]):.4f}")
     return 0
+
+
+def _simulate_arguments(sim):
+    sim.add_argument("--ep", type=int, nargs="+", default=[8, 16, 32, 64, 128], metavar="N",
+                     help="accelerators that the experts are dealt over (8 16 32 64 128)")
+    sim.add_argument("--fabric", nargs="+", default=["nvl72", "b200x8"], metavar="NAME",
+                     help=f"among {', '.join(serving.MACHINES)}")
+    many = sim.add_mutually_exclusive_group()
+    many.add_argument("--batch", type=int, help="sequences in flight, on all together")
+    many.add_argument("--per-gpu", type=int, default=64, help="the same for each accelerator (64)")
+    sim.add_argument("--context", type=int, default=8192, help="tokens behind each (8192)")
+    sim.add_argument("--tokens", type=int, default=1, help="new ones a step: 1 + drafted (1)")
+    sim.add_argument("--tp", type=int, help="ranks that share attention (the fastest that fits)")
+    sim.add_argument("--dcp", type=int, default=1, help="of those, ranks that share a cache (1)")
+    for name, (value, word, _) in serving.FIXED.items():
+        sim.add_argument(f"--{name[:-2].replace('_', '-')}-us", type=float, default=value * 1e6,
+                         dest=name, help=f"fixed cost, {word.lower()} ({value * 1e6:g})")
+    sim.add_argument("--config", help="a config.json in the released keys (K3's)")
+    sim.add_argument("--trace", help="write the steps to this file, for Perfetto or Chrome")
+
+
+def _simulate(args):
+    cfg = K3Config.from_json(args.config) if args.config else K3Config.released()
+    fixed = {name: getattr(args, name) * 1e-6 for name in serving.FIXED}
+    if min(fixed.values()) < 0:
+        raise ValueError("fixed costs are times: zero or more")
+    rows, steps = [], []
+    for machine in args.fabric:
+        for n in args.ep:
+            batch = args.per_gpu * n if args.batch is None else args.batch
+            size = cfg, machine, n, batch, args.context
+            if args.tp is None:
+                best = serving.best_step(*size, tokens=args.tokens, **fixed)
+            else:
+                room = serving.capacity(cfg, machine, n, args.context, args.tp, args.dcp).batch
+                step = serving.decode_step(*size, args.tp, args.dcp, tokens=args.tokens, **fixed)
+                best = (step, args.tp, args.dcp) if room >= batch else None
+            if best is None:
+                rows.append([machine, n, batch, "", "", "does not fit"] + [""] * 8)
+                continue
+            step, tp, dcp = best
+            rows.append([machine, n, batch, tp, dcp, f"{step.time_s * 1e3:.2f}",
+                         f"{batch / step.time_s / n:,.0f}"]
+                        + [f"{step.parts[x] * 1e3:.2f}" for x in serving.PARTS])
+            steps.append((f"{machine}, EP{n}, {batch} sequences, TP{tp}, DCP{dcp}", step))
+    table(["fabric", "EP", "batch", "TP", "DCP", "step, ms", "tok/s/GPU" if args.tokens == 1 else "steps/s/GPU",
+           *serving.PARTS], rows)
+    print("\nParts in ms, added up, nothing overlapped. Fixed costs:")
+    for name, (value, word, why) in serving.FIXED.items():
+        given = "Given" if abs(fixed[name] - value) > 1e-12 else word
+        print(f"  {name:<12} {fixed[name] * 1e6:6.1f} us  {given}: {why}")
+    if args.trace:
+        print(f"trace: {write_json(args.trace, serving.step_trace(steps))}")
+    return 0 if steps else 1
 
 
 def _bar(stream):

@@ -25,7 +25,7 @@ ORDER = ["__init__", "config", "count", "tree", "ops", "situ", "kda.recurrent", 
          "supernode.fabric", "supernode.flow", "supernode.schedules", "supernode.engine",
          "supernode.collectives", "supernode.measured", "supernode",
          "supernode.copies", "supernode.expert_parallel", "supernode.moonep", "supernode.pipeline",
-         "supernode.serving", "show", "supernode.trace", "vectors", "__main__"]
+         "supernode.serving", "supernode.fleet", "show", "supernode.trace", "vectors", "__main__"]
 FILES = sorted(p for p in PACKAGE.rglob("*.py") if "_ipython" not in p.parts)
 
 

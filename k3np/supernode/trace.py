@@ -55,8 +55,15 @@ def write_trace(path, fabric, trace, name=""):
     Args: path, ending in .json; fabric, trace, name, as in `chrome_trace`.
     Returns: the path.
     """
+    return write_json(path, chrome_trace(fabric, trace, name))
+
+
+def write_json(path, value):
+    """Write a JSON object as a file, all or nothing. Args: path; value. Returns: the path."""
     path = pathlib.Path(path)
-    text = json.dumps(chrome_trace(fabric, trace, name))
+    if not path.parent.is_dir():
+        raise ValueError(f"{path}: there is no folder {path.parent}")
+    text = json.dumps(value)
     handle, unfinished = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
