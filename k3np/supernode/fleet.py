@@ -69,7 +69,7 @@ def simulate_fleet(rng, policy="two", n_clusters=8, n_sessions=200, turns=10, st
         cluster holds; budget_tokens, waiting tokens that a cluster accepts, or None.
     Returns: Fleet.
     Raises: ValueError for an unknown policy, or sizes and rates that are not above zero.
-    Source: report §5.4.3 names affinity to the cache, two clusters a session and a budget.
+    Source: report §5.4.3, affinity to the cache; two clusters a session and a budget as read here.
     Departs: the rules in detail, all rates and all lengths are ours.
     """
     positive = dict(n_clusters=n_clusters, n_sessions=n_sessions, turns=turns, think_s=think_s,
