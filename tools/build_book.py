@@ -101,7 +101,7 @@ def stage_notebooks():
     """Execute what changed. Returns False when a notebook failed."""
     record = BUILD / "executed.json"
     done = read_json(record)
-    given = files_under("tests/golden", "requirements.lock", "tools/execute.py")
+    given = files_under("tests/golden", "notebooks/data", "requirements.lock", "tools/execute.py")
     marks, todo = {}, []
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         marks[path] = fingerprint([path, *code_of(path), *given], sys.version_info[:3])
