@@ -9,11 +9,10 @@ for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
 
 import dataclasses
 import importlib.util
-import statistics
-import time
 import tracemalloc
 
 import numpy as np
+from timing import interleaved
 
 from k3np.attention import attention, attention_slow
 from k3np.config import K3Config
@@ -29,19 +28,6 @@ LAYER = dataclasses.replace(
 def draw(T, H=4):
     rng = np.random.default_rng(0)
     return [rng.standard_normal((1, T, H, width), np.float32) for width in (192, 192, 128)]
-
-
-def interleaved(calls, repeats):
-    """Median seconds of each call, all taken in turn so that a busy moment hits all alike."""
-    seconds = {name: [] for name in calls}
-    for call in calls.values():
-        call()
-    for _ in range(repeats):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            call()
-            seconds[name].append(time.perf_counter() - start)
-    return {name: statistics.median(s) for name, s in seconds.items()}
 
 
 def prefill():
