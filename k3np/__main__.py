@@ -1,4 +1,4 @@
-"""`python -m k3np`: look into a checkpoint, run it on a few token ids, or time a step of serving."""
+"""`python -m k3np`: look into a checkpoint, run it on token ids, or time a step of serving."""
 import argparse
 import collections
 import sys
@@ -120,7 +120,8 @@ def _simulate(args):
                          f"{batch / step.time_s / n:,.0f}"]
                         + [f"{step.parts[x] * 1e3:.2f}" for x in serving.PARTS])
             steps.append((f"{machine}, EP{n}, {batch} sequences, TP{tp}, DCP{dcp}", step))
-    table(["fabric", "EP", "batch", "TP", "DCP", "step, ms", "tok/s/GPU" if args.tokens == 1 else "steps/s/GPU",
+    rate = "tok/s/GPU" if args.tokens == 1 else "steps/s/GPU"
+    table(["fabric", "EP", "batch", "TP", "DCP", "step, ms", rate,
            *serving.PARTS], rows)
     print("\nParts in ms, added up, nothing overlapped. Fixed costs:")
     for name, (value, word, why) in serving.FIXED.items():

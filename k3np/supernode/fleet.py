@@ -1,4 +1,4 @@
-"""Many conversations, several clusters: who is sent where, what is still cached, how long they wait.
+"""Many conversations, several clusters: who goes where, what is still cached, how long they wait.
 
 A conversation comes back again and again with all that was said and a little more. If the cluster
 it comes to still holds its prefix, only the new tokens are read. An event queue plays this out.

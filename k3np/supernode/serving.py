@@ -46,7 +46,7 @@ FIXED = {
              "an NVL72; 37 us over NICs (DeepEP), 74 to 110 us on CloudMatrix384 (second-hand)"),
     "nic_op_s": (42e-6, "Measured", "the same over NICs: between 37 us, the fixed part of DeepEP's "
                  "low-latency dispatch on H800, and 50 us"),
-    "reduce_s": (8e-6, "Measured", "all-reduce inside a domain: about 8 us in a profile of a pruned "
+    "reduce_s": (8e-6, "Measured", "all-reduce inside a domain: near 8 us in a profile of a pruned "
                  "K3 at TP8 (vLLM issue 55261); NCCL's own tables say 15 to 56 us"),
     "nic_reduce_s": (51e-6, "Derived", "the same over NICs: 43 us more, from two layouts of K3 on "
                      "16 H200 (mnmehta), one of which crosses nodes in 186 all-reduces"),
@@ -192,7 +192,7 @@ def decode_step(cfg, machine, ranks, batch, context, tp=1, dcp=1, experts="ep", 
     """
     N = _layout(cfg, machine, ranks, tp, dcp, experts)
     _whole(batch=batch, tokens=tokens)
-    m, (most, inside, nic, *_) = _machine(machine), PRESETS[_machine(machine).fabric]
+    m, (_, inside, nic, *_) = _machine(machine), PRESETS[_machine(machine).fabric]
     n, weights, p = layer_counts(cfg), weight_bytes(cfg), parameters(cfg)
     d, new = cfg.hidden_size, batch * tokens
     groups = ranks // tp
