@@ -164,7 +164,7 @@ def main(argv=None):
         status = subprocess.run(
             [str(pathlib.Path(sys.executable).parent / "jupyter-book"), "build", str(STAGE),
              "--toc", str(STAGE / "book" / "_toc.yml"), "--path-output", str(BUILD),
-             "-W", "--keep-going"],
+             "--all", "-W", "--keep-going"],      # each page shows the titles of all the others
             stdout=out, stderr=subprocess.STDOUT, cwd=ROOT).returncode
     lines = log.read_text(errors="replace").splitlines()
     warnings = [s for s in lines if "WARNING" in s or "ERROR" in s or "CRITICAL" in s]
