@@ -38,6 +38,8 @@ def route(scores, bias, top_k, n_group=1, topk_group=1, renormalise=True, scale=
         a score of 0, which beats a chosen group's negative score + bias.
     """
     _check(scores, bias, top_k)
+    if n_group < 1:
+        raise ValueError(f"n_group={n_group} must be at least 1")
     biased = scores + bias
     if n_group > 1:
         biased = _keep_groups(biased, n_group, topk_group, top_k)
@@ -139,6 +141,8 @@ def histogram_counts(scores, bias, top_k, n_bins=1000, chunk=1024):
     Raises: ValueError as `route`, and for scores outside [0, 1], which the range rests on.
     Source: report App. D.
     """
+    if chunk < 1:
+        raise ValueError(f"chunk={chunk} must be at least one token")
     E, (low, width) = len(bias), _bins(bias, n_bins)
     counts, first = np.zeros(E * n_bins, np.int64), np.arange(E) * n_bins
     for part in [scores] if isinstance(scores, np.ndarray) else scores:
@@ -164,6 +168,9 @@ def bias_from_counts(counts, bias, top_k, centre=True):
     Raises: ValueError for counts of no tokens, or of differing numbers of tokens.
     Source: report App. D.
     """
+    if not 1 <= top_k < len(bias):
+        raise ValueError(f"top_k={top_k} must be at least 1 and less than the number of experts, "
+                         f"{len(bias)}")
     n_tokens = counts.sum(axis=1)
     if len(counts) != len(bias) or n_tokens[0] == 0 or (n_tokens != n_tokens[0]).any():
         raise ValueError(f"counts has shape {counts.shape} and rows that sum to {n_tokens.min()} "
@@ -291,6 +298,8 @@ def _largest(x, rank, axis):
 
 def _bins(bias, n_bins):
     """Lower end and width of the histogram's bins. Scores in [0, 1] cannot leave their range."""
+    if n_bins < 1:
+        raise ValueError(f"n_bins={n_bins} must be at least 1")
     low, high = float(bias.min()) - 1, float(bias.max()) + 1
     return low, (high - low) / n_bins
 

@@ -129,6 +129,8 @@ def head(state, params, cfg):
 
 def cut(state, last):
     """The Depth of the `last` positions alone (None: of all), when only their logits are wanted."""
+    if last is not None and last < 1:
+        raise ValueError(f"last={last}; expected how many positions, at least one, or None")
     if last is None:
         return state
     keep = slice(max(0, state.partial.shape[1] - last), None)

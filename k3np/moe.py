@@ -59,9 +59,11 @@ def mix_experts_loop(z, indices, weights, experts, cfg):
     Args: z [N,l]; indices, weights [N,k]; experts, dict of w1, w3 [E,I,l] and w2 [E,l,I], each an
         array or any sequence of matrices (indexing by an expert is all that is asked of it); cfg.
     Returns: u [N,l]. The sum is kept in z's dtype, float32 or float64.
+    Raises: ValueError for an expert that does not exist or that a token names twice.
     Source: report §2.3; the released code, whose experts w1, w3, w2 are gate, up, down.
     The pullback computes each expert again.
     """
+    _check_choice(indices, cfg)
     u = np.zeros_like(z)
     for i in range(len(z)):
         for e, weight in zip(indices[i], weights[i]):
@@ -88,6 +90,7 @@ def mix_experts(z, indices, weights, experts, cfg):
     The pullback keeps z and the routing, and computes an expert's hidden activations again: they
     would take k I numbers a token.
     """
+    _check_choice(indices, cfg)
     flat, k = indices.reshape(-1), indices.shape[-1]
     order = np.argsort(flat, kind="stable")              # pairs (token, slot), expert by expert
     ends = np.cumsum(np.bincount(flat, minlength=cfg.num_experts))
@@ -188,6 +191,15 @@ def feed_forward(x, p, cfg, layer, mix=mix_experts):
     return (y, None), pullback
 
 
+def _check_choice(indices, cfg):
+    if indices.size and (indices.min() < 0 or indices.max() >= cfg.num_experts):
+        raise ValueError(f"indices lie in {indices.min()}..{indices.max()}; there are experts "
+                         f"0..{cfg.num_experts - 1}")
+    in_order = np.sort(indices, axis=-1)
+    if (in_order[..., 1:] == in_order[..., :-1]).any():
+        raise ValueError("indices name an expert twice for one token; `route` never does")
+
+
 def _expert(experts, e):
     return {"gate_proj": experts["w1"][e], "up_proj": experts["w3"][e],
             "down_proj": experts["w2"][e]}
@@ -215,3 +227,5 @@ def _check(x, p, cfg):
                  w2=(w2, f"{cfg.num_experts} {l} I"))
     check_floats(x=x, routed_expert_down_proj=down, routed_expert_norm=norm,
                  routed_expert_up_proj=up, w1=w1, w3=w3, w2=w2)
+    if not np.isfinite(x).all():
+        raise ValueError("x holds NaN or infinity; a sigmoid would hide it from the router")

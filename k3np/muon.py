@@ -35,13 +35,14 @@ def newton_schulz(G, steps=5, coefficients=QUINTIC, eps=1e-7):
     Args: G [...,m,n], a matrix or any stack of them; steps; coefficients (a, b, c); eps, added to
         the Frobenius norm. Tall matrices are transposed first, so products are of the short side.
     Returns: [...,m,n], nearly U Vᵀ of G = U s Vᵀ. A zero matrix stays zero.
-    Raises: ValueError for less than two axes, a negative number of steps, values not finite.
+    Raises: ValueError for less than two axes, a negative number of steps, values that are not
+        finite or whose squares are not.
     Source: Moonlight's `zeropower_via_newtonschulz5`.
     Departs: in G's dtype; there bfloat16.
     """
-    if np.ndim(G) < 2 or np.asarray(G).dtype.kind != "f":
-        raise ValueError(f"G has shape {np.shape(G)} and dtype {np.asarray(G).dtype}; expected "
-                         "floats [..., m, n]")
+    check_floats(G=G)
+    if np.ndim(G) < 2:
+        raise ValueError(f"G has shape {np.shape(G)}; expected matrices [..., m, n]")
     if not np.isfinite(G).all():
         raise ValueError("G holds a value that is not finite; look at the gradient before it")
     if type(steps) is not int or steps < 0:
@@ -49,7 +50,11 @@ def newton_schulz(G, steps=5, coefficients=QUINTIC, eps=1e-7):
     a, b, c = coefficients
     tall = G.shape[-2] > G.shape[-1]
     X = G.swapaxes(-1, -2) if tall else G
-    X = X / (np.linalg.norm(X, axis=(-2, -1), keepdims=True) + eps)
+    norm = np.linalg.norm(X, axis=(-2, -1), keepdims=True)
+    if not np.isfinite(norm).all():
+        raise ValueError(f"G has entries up to {np.abs(G).max():.3g}, whose squares overflow "
+                         f"{G.dtype}; scale it down: the result does not depend on its size")
+    X = X / (norm + eps)
     for _ in range(steps):
         A = X @ X.swapaxes(-1, -2)                       # [...,m,n] -> [...,m,m]
         X = a * X + (b * A + c * (A @ A)) @ X
@@ -73,7 +78,7 @@ def orthogonalise(G, n_blocks=1, **kwargs):
     Source: report §2.5; Moonlight's `adjust_lr_for_muon` for the factor.
     """
     *lead, m, n = G.shape
-    if m % n_blocks:
+    if n_blocks < 1 or m % n_blocks:
         raise ValueError(f"G has {m} rows; {n_blocks} heads of one size do not divide them")
     blocks = newton_schulz(G.reshape(*lead, n_blocks, m // n_blocks, n), **kwargs)
     return 0.2 * max(m // n_blocks, n) ** 0.5 * blocks.reshape(G.shape)

@@ -397,3 +397,18 @@ def test_errors():
         with pytest.raises(ValueError, match="groups must divide E=4"):
             route(good, bias, 3, **groups)
     assert balance.histogram_counts(good[:0], bias, 2).sum() == 0        # an empty rank is fine
+
+
+@pytest.mark.errors
+def test_counts_of_bins_chunks_and_groups_are_checked():
+    scores, bias = draw(np.random.default_rng(0), 6, 4), np.zeros(4)
+    with pytest.raises(ValueError, match="chunk=-1"):
+        balance.histogram_counts(scores, bias, 2, chunk=-1)
+    with pytest.raises(ValueError, match="n_bins=0"):
+        balance.histogram_counts(scores, bias, 2, n_bins=0)
+    counts = balance.histogram_counts(scores, bias, 2)
+    for k in (0, 4, 20):
+        with pytest.raises(ValueError, match=f"top_k={k}"):
+            balance.bias_from_counts(counts, bias, k)
+    with pytest.raises(ValueError, match="n_group=0"):
+        route(scores, bias, 2, n_group=0)

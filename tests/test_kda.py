@@ -399,6 +399,8 @@ BAD = [
     ({"beta": lambda x: x.astype(np.float32)}, "dtypes differ"),
     ({"initial_state": lambda x: x.astype(np.float32)}, "dtypes differ"),
     ({"g": lambda x: np.where(x == x.max(), np.nan, x)}, "g holds NaN"),
+    ({"k": lambda x: np.where(x == x.max(), np.nan, x)}, "k holds NaN or infinity"),
+    ({"beta": lambda x: np.where(x == x.max(), np.inf, x)}, "beta holds NaN or infinity"),
     ({"g": lambda x: -x}, "g holds .* at most 0"),
 ]
 

@@ -460,3 +460,11 @@ def test_labels_that_do_not_fit():
     nothing = np.full_like(ids, cfg.ignore_index)
     with pytest.raises(ValueError, match="holds only ignore_index"):
         loss(params, {"input_ids": ids, "labels": nothing}, cfg)
+
+
+@pytest.mark.errors
+@pytest.mark.parametrize("last", [0, -1])
+def test_positions_asked_for_are_at_least_one(last):
+    cfg = K3Config.tiny()
+    with pytest.raises(ValueError, match=f"last={last}"):
+        forward(init_params(cfg, np.random.default_rng(0)), np.array([[1, 2]]), cfg, last=last)

@@ -369,9 +369,33 @@ def test_errors():
     refused(r"e_score_correction_bias has shape \(7,\)",
             gate={**p["gate"], "e_score_correction_bias": np.zeros(7)})
     refused("there are no tokens", x=x[:, :0])
-    refused("scores holds NaN", x=np.where(x > 1, np.nan, x))
+    refused("x holds NaN", x=np.where(x > 1, np.nan, x))
     refused("dtypes differ", x=x.astype(np.float32))
     with pytest.raises(ValueError, match="must be less than num_experts=8"):
         config(num_experts_per_token=8)
     lazy = {name: Lazy(w[:, :, :31] if name == "w1" else w) for name, w in p["experts"].items()}
     refused(r"gate_proj has shape \(32, 31\)", experts=lazy)
+
+
+@pytest.mark.errors
+@pytest.mark.parametrize("mix", [mix_experts, mix_experts_loop])
+def test_choices_that_route_never_makes_are_refused(mix):
+    rng = np.random.default_rng(0)
+    cfg = config()
+    z = rng.standard_normal((3, cfg.routed_expert_hidden_size))
+    experts, weights = parameters(cfg, rng)["experts"], np.full((3, 2), 0.5)
+    for indices, match in (([[0, 0], [1, 2], [2, 3]], "an expert twice"),
+                           ([[0, 1], [1, 2], [2, cfg.num_experts]], "there are experts"),
+                           ([[0, 1], [1, 2], [-1, 3]], "there are experts")):
+        with pytest.raises(ValueError, match=match):
+            mix(z, np.array(indices), weights, experts, cfg)
+
+
+@pytest.mark.errors
+def test_infinity_is_refused_before_a_sigmoid_hides_it():
+    rng = np.random.default_rng(0)
+    cfg = config()
+    x = rng.standard_normal((2, 3, cfg.hidden_size))
+    x[0, 0, 0] = np.inf
+    with pytest.raises(ValueError, match="x holds NaN or infinity"):
+        latent_moe(x, parameters(cfg, rng), cfg)

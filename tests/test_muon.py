@@ -184,6 +184,12 @@ def test_messages():
         newton_schulz(np.ones(3))
     with pytest.raises(ValueError, match="not finite"):
         newton_schulz(np.full((2, 2), np.nan))
+    with pytest.raises(ValueError, match="squares overflow float32"):
+        newton_schulz(np.full((2, 2), 1e20, np.float32))
+    with pytest.raises(ValueError, match="G has dtype float16"):
+        newton_schulz(np.ones((2, 2), np.float16))
+    with pytest.raises(ValueError, match="0 heads"):
+        orthogonalise(np.ones((4, 3)), 0)
     with pytest.raises(ValueError, match="steps=-1"):
         newton_schulz(np.eye(2), steps=-1)
     with pytest.raises(ValueError, match="7 rows; 2 heads"):

@@ -87,6 +87,10 @@ def check_kda(q, k, v, g, beta, initial_state=None):
         what = "NaN" if np.isnan(top) else f"{top:g}"
         raise ValueError(f"g holds {what}; a log-decay is at most 0 (the memory cannot grow): "
                          "make it with decay_gate or softplus_decay_gate")
+    for name, array in (("q", q), ("k", k), ("v", v), ("beta", beta)):
+        if not np.isfinite(array).all():
+            raise ValueError(f"{name} holds NaN or infinity; a product over a chunk would spread "
+                             "it to the tokens before")
     return tuple(sizes[n] for n in "BTHKV")
 
 
