@@ -98,7 +98,12 @@ def _stored(params, name, expected, rule):
         if name.endswith("A_log") and len(array) < shape[0]:
             array = np.pad(array, (0, shape[0] - len(array)))
         _check_finite(name, array)
-        arrays = {name: array.astype(np.dtype(dtype))}   # bfloat16 by ml_dtypes
+        with np.errstate(over="ignore"):                 # looked at in the next line
+            stored = array.astype(np.dtype(dtype))       # bfloat16 by ml_dtypes
+        if not np.isfinite(stored.astype(np.float64)).all():
+            raise ValueError(f"params: {name} has entries up to {np.abs(array).max():.3g}, more "
+                             f"than {dtype} can hold")
+        arrays = {name: stored}
     for key, value in arrays.items():
         if value.shape != tuple(expected[key][0]):
             raise ValueError(f"params: {key} has shape {value.shape}; cfg gives "

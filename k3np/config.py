@@ -6,6 +6,7 @@ import dataclasses
 import json
 import pathlib
 
+DTYPES = ("bfloat16", "float16", "float32", "float64")
 ABSENT = "absent"                        # default of keys that a config must have
 
 
@@ -157,6 +158,8 @@ class K3Config:
             if not (key == "activation_situ_linear_beta" and value is None) and not (
                     _is_number(value) and 0 < value < float("inf")):
                 raise ValueError(f"{key} must be a positive number; got {value!r}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype={self.dtype!r}; known are {', '.join(DTYPES)}")
         self._check_contradictions()
 
     def _check_contradictions(self):
@@ -284,7 +287,7 @@ class K3Config:
                 if whole[key] != text[key] and None not in (whole[key], text[key]):
                     raise ValueError(f"{key} is {whole[key]!r} at the top level and "
                                      f"{text[key]!r} in text_config")
-        merged = {**{k: v for k, v in whole.items() if k in _TOP_LEVEL},
+        merged = {**{k: v for k, v in whole.items() if k in _TOP_LEVEL and v is not None},
                   **{k: v for k, v in text.items() if v is not None}}
         if "linear_attn_config" in merged:
             merged["linear_attn_config"] = _read(LinearAttnConfig, merged["linear_attn_config"],

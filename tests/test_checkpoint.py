@@ -516,3 +516,22 @@ def test_without_the_extra(monkeypatch, tmp_path):
     assert not list(tmp_path.iterdir())
     with pytest.raises(ImportError, match=r"pip install 'k3np\[checkpoint\]'"):
         inspect(RELEASED)
+
+
+@pytest.mark.errors
+@pytest.mark.parametrize("dtype, value",
+                         [("bfloat16", 3.4e38), ("float16", 1e6), ("float32", 1e300)])
+def test_a_value_that_the_stored_dtype_cannot_hold_is_refused(tmp_path, dtype, value):
+    cfg = dataclasses.replace(K3Config.tiny(), dtype=dtype)
+    params = init_params(cfg, np.random.default_rng(0))
+    params["language_model"]["lm_head"] = np.full_like(params["language_model"]["lm_head"], value)
+    with pytest.raises(ValueError, match=f"lm_head.weight has entries up to .*{dtype} can hold"):
+        save(tmp_path / "model", cfg, params)
+    assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.errors
+def test_only_dtypes_of_weights_are_configured():
+    for dtype in ("int8", "torch.bfloat16", None):
+        with pytest.raises(ValueError, match="dtype="):
+            dataclasses.replace(K3Config.tiny(), dtype=dtype)
