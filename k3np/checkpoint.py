@@ -99,13 +99,14 @@ def load(folder, dtype=np.float32, packed=False):
     """Load a whole checkpoint.
 
     Args: folder, a checkpoint in the released layout, its experts packed or plain; dtype that all
-        float tensors are converted to; packed, whether quantised experts stay packed in memory and
-        are decoded when used (`ExpertMatrices`).
+        float tensors are converted to, float32 or float64; packed, whether quantised experts stay
+        packed in memory and are decoded when used (`ExpertMatrices`).
     Returns: (cfg, params), params the nested tree of `k3np.tree.nest`; A_log as stored.
     Raises: FileNotFoundError; ValueError naming file and tensor: missing or unexpected tensors,
         shapes or dtypes that are not the config's, half of a packed pair, scales that are NaN,
         headers that are cut or lie, files that leave the folder.
     """
+    dtype = _float_dtype(dtype)
     folder, report = _checked(folder)
     keep = _in_memory if packed else _decoded
     return report.cfg, nest(_read(folder, report, report.tensors, dtype, keep))
@@ -120,6 +121,7 @@ def stream(folder, dtype=np.float32, lazy=True):
         layer, its own parameters; ("head", tree) with norm, lm_head and the last mixture.
     Raises: as `load`, the scales of lazy experts when they are used.
     """
+    dtype = _float_dtype(dtype)
     folder, report = _checked(folder)
     pieces = {"embed": [], **{i: [] for i in range(report.cfg.num_hidden_layers)}, "head": []}
     for name in report.tensors:
@@ -156,6 +158,12 @@ def run_streamed(folder, input_ids, images=None, dtype=np.float32, last=None, pr
             progress(cfg.num_hidden_layers + 1 if key == "head" else 0 if key == "embed"
                      else key + 1, cfg.num_hidden_layers + 1)
     return value
+
+
+def _float_dtype(dtype):
+    if dtype not in (np.float32, np.float64, "float32", "float64", float):
+        raise ValueError(f"dtype={dtype!r}; weights are computed with in float32 or float64")
+    return np.dtype(dtype)
 
 
 def _strip(tree, key):

@@ -41,14 +41,18 @@ def _mla_layer(cfg):
     return q + kv + gates_and_output, r + (cfg.q_lora_rank or 0)
 
 
+def _refuse_biases(vision):
+    if vision.attn_bias or vision.linear_bias or vision.patch_embed_proj_bias:
+        raise ValueError("vision_config asks for biases (attn_bias, linear_bias or "
+                         "patch_embed_proj_bias); K3 has none and they are not counted here")
+
+
 def _vision(cfg):
     """Parameters of (the vision tower, the projector)."""
     v = cfg.vision_config
     if v is None:
         return 0, 0
-    if v.attn_bias or v.linear_bias or v.patch_embed_proj_bias:
-        raise ValueError("vision_config asks for biases (attn_bias, linear_bias or "
-                         "patch_embed_proj_bias); K3 has none and they are not counted here")
+    _refuse_biases(v)
     D, merged = v.vt_hidden_size, v.mm_hidden_size * prod(v.merge_kernel_size)
     block = 2 * D + 4 * D * v.qkv_hidden_size + 2 * D * v.vt_intermediate_size
     embed = D * 3 * v.patch_size ** 2 + v.init_pos_emb_height * v.init_pos_emb_width * D
@@ -157,6 +161,7 @@ def _moe_shapes(cfg):
 
 def _vision_shapes(cfg):
     v = cfg.vision_config
+    _refuse_biases(v)
     D, Q, inter = v.vt_hidden_size, v.qkv_hidden_size, v.vt_intermediate_size
     merged, patch = v.mm_hidden_size * prod(v.merge_kernel_size), (v.patch_size, v.patch_size)
     grid = v.init_pos_emb_height, v.init_pos_emb_width

@@ -535,3 +535,20 @@ def test_only_dtypes_of_weights_are_configured():
     for dtype in ("int8", "torch.bfloat16", None):
         with pytest.raises(ValueError, match="dtype="):
             dataclasses.replace(K3Config.tiny(), dtype=dtype)
+
+
+@pytest.mark.errors
+@pytest.mark.parametrize("dtype", (int, np.float16, "uint8", "nonsense", None), ids=str)
+def test_weights_are_read_as_float32_or_float64_only(dtype):
+    with pytest.raises(ValueError, match="dtype=.*float32 or float64"):
+        load(RELEASED, dtype)
+    with pytest.raises(ValueError, match="dtype=.*float32 or float64"):
+        next(stream(RELEASED, dtype))
+
+
+@pytest.mark.errors
+@pytest.mark.parametrize("key", ("attn_bias", "linear_bias", "patch_embed_proj_bias"))
+def test_inspect_refuses_biases_that_no_tensor_stands_for(key, folder):
+    edit_json(folder / "config.json", lambda c: c["vision_config"].update({key: True}))
+    with pytest.raises(ValueError, match="config.json: .*biases"):
+        inspect(folder)

@@ -446,3 +446,7 @@ def test_messages():
     biased = dataclasses.replace(TINY.vision_config, attn_bias=True)
     with pytest.raises(ValueError, match="biases"):
         parameters(dataclasses.replace(TINY, vision_config=biased))
+    for key in ("attn_bias", "linear_bias", "patch_embed_proj_bias"):
+        biased = dataclasses.replace(TINY.vision_config, **{key: True})
+        with pytest.raises(ValueError, match="biases"):
+            parameter_shapes(dataclasses.replace(TINY, vision_config=biased))
