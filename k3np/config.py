@@ -4,6 +4,7 @@ Layer lists in the file are one-based; everything that this package asks of them
 """
 import dataclasses
 import json
+import os
 import pathlib
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -31,9 +32,9 @@ class LinearAttnConfig:
             object.__setattr__(self, key, tuple(layers))
         _positive(self, "linear_attn_config.", "num_heads", "head_dim", "short_conv_kernel_size")
         if self.gate_lower_bound is not None and not (
-                _is_number(self.gate_lower_bound) and self.gate_lower_bound < 0):
-            raise ValueError("linear_attn_config.gate_lower_bound must be negative (a log-decay); "
-                             f"got {self.gate_lower_bound!r}")
+                _is_number(self.gate_lower_bound) and float("-inf") < self.gate_lower_bound < 0):
+            raise ValueError("linear_attn_config.gate_lower_bound must be negative and finite (a "
+                             f"log-decay); got {self.gate_lower_bound!r}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +77,9 @@ class VisionConfig:
                   "init_pos_emb_width", "init_pos_emb_time", "vt_num_attention_heads",
                   "vt_num_hidden_layers", "vt_hidden_size", "vt_intermediate_size",
                   "qkv_hidden_size", "mm_hidden_size", "text_hidden_size")
+        if not (_is_number(self.projector_ln_eps) and 0 < self.projector_ln_eps < float("inf")):
+            raise ValueError("vision_config.projector_ln_eps must be a positive number; got "
+                             f"{self.projector_ln_eps!r}")
         if self.qkv_hidden_size % (4 * self.vt_num_attention_heads):
             raise ValueError(f"vision_config.qkv_hidden_size={self.qkv_hidden_size} must give "
                              f"{self.vt_num_attention_heads} heads a multiple of 4 channels each "
@@ -160,6 +164,13 @@ class K3Config:
                 raise ValueError(f"{key} must be a positive number; got {value!r}")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype={self.dtype!r}; known are {', '.join(DTYPES)}")
+        for key in ("bos_token_id", "eos_token_id", "pad_token_id", "media_placeholder_token_id",
+                    "ignore_index"):
+            value = getattr(self, key)
+            if type(value) is not int and (value is not None or key == "ignore_index"):
+                raise ValueError(f"{key} must be a whole number; got {value!r}")
+        if self.quantization_config is not None:
+            _check_quantization(self.quantization_config)
         self._check_contradictions()
 
     def _check_contradictions(self):
@@ -263,14 +274,17 @@ class K3Config:
         Args: source, a path to a JSON file or a dict already read. Keys that do not concern the
             model's mathematics are passed over.
         Returns: K3Config.
-        Raises: ValueError naming the file and the key.
+        Raises: ValueError naming the file and the key; TypeError for another kind of source.
         """
         where = ""
+        if not isinstance(source, (dict, str, os.PathLike)):
+            raise TypeError("source must be the path of a JSON file or a dict already read; got "
+                            f"{type(source).__name__}")
         if not isinstance(source, dict):
             where = f"{source}: "
             try:
                 source = json.loads(pathlib.Path(source).read_text(encoding="utf8"))
-            except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise ValueError(f"{where}not valid JSON: {error}") from None
         try:
             return cls._from_dict(source)
@@ -347,6 +361,26 @@ def _not_negative(config, *keys):
         value = getattr(config, key)
         if type(value) is not int or value < 0:
             raise ValueError(f"{key} must be a whole number, zero or more; got {value!r}")
+
+
+def _check_quantization(q):
+    """Refuse what is not the released layout: MXFP4 pairs in one group of tensors."""
+    if not isinstance(q, dict):
+        raise ValueError(f"quantization_config must be a JSON object; got {type(q).__name__}")
+    if q.get("format") != "mxfp4-pack-quantized":
+        raise ValueError(f"quantization_config.format={q.get('format')!r}; known is "
+                         "'mxfp4-pack-quantized'")
+    where = "quantization_config"
+    for key in ("config_groups", "group_0", "weights"):
+        where = f"{where}.{key}"
+        q = q.get(key)
+        if not isinstance(q, dict):
+            raise ValueError(f"{where} must be a JSON object; got {q!r}")
+    if type(q.get("num_bits")) is not int or q["num_bits"] != 4:
+        raise ValueError(f"{where}.num_bits={q.get('num_bits')!r}; MXFP4 has 4")
+    if type(q.get("group_size")) is not int or q["group_size"] < 1:
+        raise ValueError(f"{where}.group_size must be a positive whole number; got "
+                         f"{q.get('group_size')!r}")
 
 
 def _mxfp4():

@@ -184,9 +184,6 @@ def _group_size(cfg):
     q = cfg.quantization_config
     if not q:
         return None
-    if q.get("format") != "mxfp4-pack-quantized":
-        raise ValueError(f"quantization_config.format={q.get('format')!r}; known is "
-                         "'mxfp4-pack-quantized'")
     size = q["config_groups"]["group_0"]["weights"]["group_size"]
     for key in ("routed_expert_hidden_size", "moe_intermediate_size"):
         width = getattr(cfg, key) or cfg.hidden_size

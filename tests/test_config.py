@@ -23,6 +23,13 @@ def linear(**keys):
                                        **keys})
 
 
+def quantized(weights=None, **keys):
+    """The released quantization_config with keys of its weights, or its own, replaced."""
+    q = RELEASED.to_json()["text_config"]["quantization_config"]
+    q["config_groups"]["group_0"]["weights"].update(weights or {})
+    return changed(quantization_config={**q, **keys})
+
+
 @pytest.mark.property
 def test_released_layers():
     mla = [i for i in range(93) if RELEASED.is_mla_layer(i)]
@@ -86,6 +93,7 @@ def test_every_partition_of_the_layers_is_read_back_zero_based(n, first, freq, d
     (linear(gate_lower_bound=5.0), "gate_lower_bound must be negative"),
     (linear(gate_lower_bound="low"), "gate_lower_bound must be negative"),
     (linear(gate_lower_bound=float("nan")), "gate_lower_bound must be negative"),
+    (linear(gate_lower_bound=float("-inf")), "gate_lower_bound must be negative and finite"),
     (linear(use_full_rank_gate=1), "linear_attn_config.use_full_rank_gate must be true or false"),
     (linear(num_heads=0), "linear_attn_config.num_heads must be a positive whole number"),
     (changed(linear_attn_config=[1]), "linear_attn_config must be a JSON object; got list"),
@@ -106,6 +114,19 @@ def test_every_partition_of_the_layers_is_read_back_zero_based(n, first, freq, d
     (changed(routed_scaling_factor=float("inf")), "routed_scaling_factor"),
     (changed(moe_renormalize="yes"), "moe_renormalize must be true or false; got 'yes'"),
     (changed(pad_token_id=3), "pad_token_id is 255 at the top level and 3 in text_config"),
+    ({**changed(), "media_placeholder_token_id": 1.5}, "media_placeholder_token_id must be a"),
+    ({**changed(), "eos_token_id": True}, "eos_token_id must be a whole number; got True"),
+    ({**changed(), "ignore_index": "a"}, "ignore_index must be a whole number; got 'a'"),
+    (changed(quantization_config=[1]), "quantization_config must be a JSON object; got list"),
+    (changed(quantization_config={}), "quantization_config.format=None"),
+    (quantized(format="gptq"), "quantization_config.format='gptq'; known is"),
+    (changed(quantization_config={"format": "mxfp4-pack-quantized"}),
+     "quantization_config.config_groups must be a JSON object; got None"),
+    (quantized(config_groups={}), "config_groups.group_0 must be a JSON object; got None"),
+    (quantized(config_groups={"group_0": {"weights": 4}}), "group_0.weights must be .*; got 4"),
+    (quantized({"group_size": 0}), "weights.group_size must be a positive whole number; got 0"),
+    (quantized({"group_size": "x"}), "weights.group_size must be a positive whole number"),
+    (quantized({"num_bits": 8}), "weights.num_bits=8; MXFP4 has 4"),
     ([1, 2], "config must be a JSON object"), ({"text_config": 3}, "text_config in it another"),
 ])
 def test_refused_values_name_the_key(source, words, tmp_path):
@@ -122,6 +143,9 @@ def test_refused_values_name_the_key(source, words, tmp_path):
     ("text_hidden_size", 32, "text_hidden_size=32 differs from hidden_size=64"),
     ("merge_kernel_size", 2, "merge_kernel_size must be two positive whole numbers"),
     ("merge_kernel_size", [2, 0], "merge_kernel_size must be two positive whole numbers"),
+    ("projector_ln_eps", 0.0, "projector_ln_eps must be a positive number; got 0.0"),
+    ("projector_ln_eps", "x", "projector_ln_eps must be a positive number; got 'x'"),
+    ("projector_ln_eps", float("nan"), "projector_ln_eps must be a positive number; got nan"),
     ("patch_size", None, "patch_size must be a positive whole number"),
 ])
 def test_refused_vision_values_name_the_key(key, value, words):
@@ -156,5 +180,11 @@ def test_layers_outside_and_files_that_are_not_json(tmp_path):
     bad.write_text("{")
     with pytest.raises(ValueError, match="config.json: not valid JSON"):
         K3Config.from_json(bad)
+    bad.write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="config.json: not valid JSON"):
+        K3Config.from_json(bad)
+    for source in ([1], None, 3):
+        with pytest.raises(TypeError, match="path of a JSON file or a dict already read; got"):
+            K3Config.from_json(source)
     with pytest.raises(FileNotFoundError, match="nowhere.json"):
         K3Config.from_json(tmp_path / "nowhere.json")
