@@ -1,6 +1,8 @@
 """`python -m k3np`: look into a checkpoint, run it on token ids, or time a step of serving."""
 import argparse
 import collections
+import math
+import pathlib
 import sys
 
 import numpy as np
@@ -66,6 +68,11 @@ def _inspect(args):
 def _logits(args):
     if args.top < 1:
         raise ValueError(f"--top is {args.top}; expected 1 or more")
+    if args.out and not pathlib.Path(args.out).absolute().parent.is_dir():
+        raise FileNotFoundError(f"--out {args.out}: no such folder "
+                                f"{pathlib.Path(args.out).parent}")
+    if args.out and pathlib.Path(args.out).is_dir():
+        raise ValueError(f"--out {args.out} is a folder; expected a file's name")
     value = run_streamed(args.folder, np.array([args.ids]), dtype=np.dtype(args.dtype),
                          last=None if args.out else 1, progress=_bar(sys.stderr))
     if args.out:
@@ -88,7 +95,7 @@ def _simulate_arguments(sim):
     sim.add_argument("--context", type=int, default=8192, help="tokens behind each (8192)")
     sim.add_argument("--tokens", type=int, default=1, help="new ones a step: 1 + drafted (1)")
     sim.add_argument("--tp", type=int, help="ranks that share attention (the fastest that fits)")
-    sim.add_argument("--dcp", type=int, default=1, help="of those, ranks that share a cache (1)")
+    sim.add_argument("--dcp", type=int, help="of those, ranks that share a cache (1); with --tp")
     for name, (value, word, _) in serving.FIXED.items():
         sim.add_argument(f"--{name[:-2].replace('_', '-')}-us", type=float, default=value * 1e6,
                          dest=name, help=f"fixed cost, {word.lower()} ({value * 1e6:g})")
@@ -96,30 +103,47 @@ def _simulate_arguments(sim):
     sim.add_argument("--trace", help="write the steps to this file, for Perfetto or Chrome")
 
 
+def _check_simulate(args):
+    """Refuse arguments of `simulate` by their names. Returns: the fixed costs in seconds."""
+    for name in ("ep", "batch", "per_gpu", "context", "tokens", "tp", "dcp"):
+        value = getattr(args, name)
+        for n in value if name == "ep" else [value]:
+            if n is not None and n < 1:
+                raise ValueError(f"--{name.replace('_', '-')} is {n}; expected 1 or more")
+    if args.dcp is not None and args.tp is None:
+        raise ValueError(f"--dcp {args.dcp} needs --tp: without it both are chosen")
+    for name in serving.FIXED:
+        value = getattr(args, name)
+        if not 0 <= value < math.inf:
+            raise ValueError(f"--{name[:-2].replace('_', '-')}-us is {value}; fixed costs are "
+                             "times: finite, zero or more")
+    return {name: getattr(args, name) * 1e-6 for name in serving.FIXED}
+
+
 def _simulate(args):
+    fixed = _check_simulate(args)
     cfg = K3Config.from_json(args.config) if args.config else K3Config.released()
-    fixed = {name: getattr(args, name) * 1e-6 for name in serving.FIXED}
-    if min(fixed.values()) < 0:
-        raise ValueError("fixed costs are times: zero or more")
+    tp, dcp = args.tp, args.dcp or 1
     rows, steps = [], []
     for machine in args.fabric:
         for n in args.ep:
             batch = args.per_gpu * n if args.batch is None else args.batch
             size = cfg, machine, n, batch, args.context
-            if args.tp is None:
+            if tp is None:
                 best = serving.best_step(*size, tokens=args.tokens, **fixed)
             else:
-                room = serving.capacity(cfg, machine, n, args.context, args.tp, args.dcp).batch
-                step = serving.decode_step(*size, args.tp, args.dcp, tokens=args.tokens, **fixed)
-                best = (step, args.tp, args.dcp) if room >= batch else None
+                room = serving.capacity(cfg, machine, n, args.context, tp, dcp).batch
+                step = serving.decode_step(*size, tp, dcp, tokens=args.tokens, **fixed)
+                best = (step, tp, dcp) if room >= batch else None
             if best is None:
                 rows.append([machine, n, batch, "", "", "does not fit"] + [""] * 8)
                 continue
-            step, tp, dcp = best
-            rows.append([machine, n, batch, tp, dcp, f"{step.time_s * 1e3:.2f}",
+            step, *shared = best
+            rows.append([machine, n, batch, *shared, f"{step.time_s * 1e3:.2f}",
                          f"{batch / step.time_s / n:,.0f}"]
                         + [f"{step.parts[x] * 1e3:.2f}" for x in serving.PARTS])
-            steps.append((f"{machine}, EP{n}, {batch} sequences, TP{tp}, DCP{dcp}", step))
+            steps.append((f"{machine}, EP{n}, {batch} sequences, TP{shared[0]}, "
+                          f"DCP{shared[1]}", step))
     rate = "tok/s/GPU" if args.tokens == 1 else "steps/s/GPU"
     table(["fabric", "EP", "batch", "TP", "DCP", "step, ms", rate,
            *serving.PARTS], rows)

@@ -107,8 +107,8 @@ def open_shard(folder, shard) -> Any:
         import ml_dtypes  # noqa: F401  (makes NumPy know bfloat16)
         from safetensors import SafetensorError, safe_open
     except ImportError:
-        raise ImportError("reading checkpoints needs an extra: "
-                          "pip install 'k3np[checkpoint]'") from None
+        raise ImportError("reading checkpoints needs an extra; in the repository's "
+                          "folder: pip install -e '.[checkpoint]'") from None
     try:
         return safe_open(inside(folder, shard), framework="np")
     except SafetensorError as error:

@@ -72,8 +72,8 @@ def _save_file():
         import ml_dtypes  # noqa: F401  (makes NumPy know bfloat16)
         from safetensors.numpy import save_file
     except ImportError:
-        raise ImportError("writing checkpoints needs an extra: "
-                          "pip install 'k3np[checkpoint]'") from None
+        raise ImportError("writing checkpoints needs an extra; in the repository's "
+                          "folder: pip install -e '.[checkpoint]'") from None
     return save_file
 
 

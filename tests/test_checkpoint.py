@@ -466,6 +466,8 @@ def test_logits_on_the_command_line(capsys, tmp_path):
 @pytest.mark.parametrize("arguments,message", (
     (["logits", "{}", "--ids", "1,200"], r"input_ids must lie in 0\.\.127"),
     (["logits", "{}", "--ids", "1", "--top", "0"], "--top is 0"),
+    (["logits", "{}", "--ids", "1", "--out", "no/folder/x.npy"], "--out .*: no such folder"),
+    (["logits", "{}", "--ids", "1", "--out", "."], r"--out \. is a folder"),
     (["inspect", "{}/none"], "none: no such folder"),
     (["inspect", "{}/README.json"], "no such folder")), ids=str)
 def test_errors_on_the_command_line(arguments, message, capsys):
@@ -511,10 +513,10 @@ def test_without_the_extra(monkeypatch, tmp_path):
     cfg, params = load(RELEASED)
     monkeypatch.setitem(sys.modules, "safetensors", None)
     monkeypatch.delitem(sys.modules, "safetensors.numpy", raising=False)
-    with pytest.raises(ImportError, match=r"pip install 'k3np\[checkpoint\]'"):
+    with pytest.raises(ImportError, match=r"pip install -e '\.\[checkpoint\]'"):
         save(tmp_path / "x", cfg, params)
     assert not list(tmp_path.iterdir())
-    with pytest.raises(ImportError, match=r"pip install 'k3np\[checkpoint\]'"):
+    with pytest.raises(ImportError, match=r"pip install -e '\.\[checkpoint\]'"):
         inspect(RELEASED)
 
 

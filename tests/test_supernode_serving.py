@@ -184,6 +184,10 @@ def test_command(tmp_path, capsys):
 @pytest.mark.errors
 @pytest.mark.parametrize("words, code, message", [
     (["--ep", "72"], 2, "896 experts"), (["--tp", "7"], 2, "tp=7"), (["--batch", "0"], 2, "batch"),
+    (["--ep", "0"], 2, "--ep is 0; expected 1 or more"), (["--ep", "8", "-8"], 2, "--ep is -8"),
+    (["--tokens", "0"], 2, "--tokens is 0"), (["--per-gpu", "-1"], 2, "--per-gpu is -1"),
+    (["--op-us", "nan"], 2, "--op-us is nan; fixed costs"), (["--op-us", "inf"], 2, "is inf;"),
+    (["--op-us", "-1"], 2, "--op-us is -1.0"), (["--dcp", "2"], 2, "--dcp 2 needs --tp"),
     (["--ep", "8", "--fabric", "h200x8"], 1, "does not fit"),
     (["--ep", "64", "--trace", "/no/such/folder/x.json"], 2, "folder")])
 def test_command_errors(words, code, message, capsys):
